@@ -89,7 +89,7 @@ class WorkerLogging(Logging):  # type: ignore[misc]
 
 
 class Worker(Protocol):
-    """The interface of the worker's runtime (worker/runtime.py) that the app and its tasks use."""
+    """The interface to the worker's runtime (worker/runtime.py) that the app and its tasks use."""
 
     @property
     def ledger(self) -> Ledger: ...

@@ -84,7 +84,7 @@ def error_object(status: int, message: str, request_id: str, code: str | None = 
 def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, Any]:
     """Return the token counts. Unlike in OpenAI's format, `input_tokens` excludes cached tokens.
 
-    All tokens are cached automatically and at no cost, so none count as written.
+    All tokens are cached automatically and at no cost, so no tokens count as written.
     """
     cached = usage["cached_tokens"]
     return {
@@ -147,7 +147,7 @@ def message_of(
 
 
 def thinking_block(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
-    """Return a block of reasoning. If its text is hidden, the signature is hidden too, because it would not match."""
+    """Return a reasoning block. If its text is hidden, the signature is also hidden, because it would not match."""
     return {"type": "thinking", "thinking": text if is_shown else "", "signature": signature if is_shown else ""}
 
 

@@ -1,4 +1,4 @@
-"""Convert Anthropic's request bodies and tools into parameters of jobs. Functions raise InvalidJob."""
+"""Convert Anthropic's request bodies and tools into job parameters. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ParsedBody:
 
 
 def parse_body(body: Mapping[str, Any]) -> ParsedBody:
-    """Parse the body of a request for a message."""
+    """Parse the body of a message request."""
     given = set_parameters(body, PARAMETERS)
     max_tokens = given.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 1:
@@ -57,7 +57,7 @@ def parse_body(body: Mapping[str, Any]) -> ParsedBody:
 
 
 def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
-    """Parse the body of a request to count tokens. Only the parameters for the chat template are used."""
+    """Parse the body of a token counting request. Only the parameters for the chat template are used."""
     for name in body:
         if name not in COUNTED:
             raise InvalidJob(f"unknown parameter {shorten(name)}; known parameters: {', '.join(COUNTED)}")

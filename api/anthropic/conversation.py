@@ -1,6 +1,6 @@
-"""Convert Anthropic's system prompt and turns into messages of jobs. Functions raise InvalidJob.
+"""Convert Anthropic's system prompt and turns into job messages. Functions raise InvalidJob.
 
-Equal turns always become equal messages, so a signature of reasoning is still valid when a client sends it back.
+Equal turns always become equal messages, so a reasoning signature is still valid when a client sends it back.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, An
 
 
 def _reasoning(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the reasoning and its signature if they are not empty. They are empty if the answer did not show them."""
+    """Return the reasoning and its signature if they are not empty. An answer may lack both."""
     reasoning = {"reasoning": _string(block, "thinking", where)}
     if block.get("signature") is not None:
         reasoning["signature"] = _string(block, "signature", where)

@@ -10,7 +10,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 
 def model_info(view: ModelView) -> dict[str, Any]:
-    """Return a model. Models have no names except their ids, and the time is the time at which the model was loaded."""
+    """Return a model. Models have no names except their ids, and the time is when the model was loaded."""
     loaded_at = datetime.fromtimestamp(int(view.get("ready_at") or 0), UTC)
     ctx_per_slot = view.get("ctx_per_slot")
     max_tokens = ctx_per_slot - 1 if ctx_per_slot else None  # the prompt and the answer have at least one token each

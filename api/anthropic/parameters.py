@@ -1,6 +1,6 @@
 """Define how each of Anthropic's parameters is handled. The documentation is generated from this table.
 
-A parameter that is not in the table must be a parameter of jobs (docs/reference/parameters.md). Otherwise it is
+A parameter that is not in the table must be a job parameter (docs/reference/parameters.md). Otherwise it is
 rejected.
 """
 

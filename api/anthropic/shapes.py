@@ -23,7 +23,7 @@ class TextBlock(TypedDict):
 
 
 class SentToolUse(TypedDict):
-    """A call of the model that the client sends back."""
+    """A tool call from the model that the client sends back."""
 
     type: Literal["tool_use"]
     id: str
@@ -41,7 +41,7 @@ class SentToolResult(TypedDict):
 
 
 class SentThinking(TypedDict):
-    """Reasoning of the model that the client sends back."""
+    """Reasoning from the model that the client sends back."""
 
     type: Literal["thinking"]
     thinking: str
@@ -49,7 +49,7 @@ class SentThinking(TypedDict):
 
 
 class UserTurn(TypedDict):
-    """A turn of the user, or instructions."""
+    """A user turn, or instructions."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -58,7 +58,7 @@ class UserTurn(TypedDict):
 
 
 class AssistantTurn(TypedDict):
-    """A message of the model that the client sends back."""
+    """A message from the model that the client sends back."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -124,7 +124,7 @@ class MessageParameters(OtherServersParameters, total=False):
 
 
 class ToolUseBlock(TypedDict):
-    """A call of the model."""
+    """A tool call from the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -133,7 +133,7 @@ class ToolUseBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """The reasoning of the model, and its signature."""
+    """The model's reasoning and its signature."""
 
     type: Literal["thinking"]
     thinking: str
@@ -144,13 +144,13 @@ MessageBlock = TextBlock | ToolUseBlock | ThinkingBlock
 
 
 class ThinkingTokens(TypedDict):
-    """Details of the generated tokens."""
+    """Details about the generated tokens."""
 
     thinking_tokens: int
 
 
 class MessageUsage(TypedDict):
-    """Numbers of tokens. `input_tokens` excludes cached tokens."""
+    """Token counts. `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -161,7 +161,7 @@ class MessageUsage(TypedDict):
 
 
 class AnthropicMessage(TypedDict):
-    """A message of the model. `warnings` has the keywords of a schema that were not enforced."""
+    """A message from the model. `warnings` lists the schema keywords that were not enforced."""
 
     id: str
     type: Literal["message"]
@@ -200,7 +200,7 @@ class AnthropicModelPage(TypedDict):
 
 
 class InputTokens(TypedDict):
-    """The number of tokens of a prompt."""
+    """The number of tokens in a prompt."""
 
     input_tokens: int
 
@@ -267,14 +267,14 @@ class ThinkingDelta(TypedDict):
 
 
 class SignatureDelta(TypedDict):
-    """The signature of a block with reasoning."""
+    """The signature of a reasoning block."""
 
     type: Literal["signature_delta"]
     signature: str
 
 
 class InputJsonDelta(TypedDict):
-    """JSON text of a call's input."""
+    """JSON text from a call's input."""
 
     type: Literal["input_json_delta"]
     partial_json: str

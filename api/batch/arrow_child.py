@@ -1,8 +1,8 @@
 """Read and write Parquet and Arrow files in a process of its own, so that the command doesn't keep pyarrow in memory.
 
 `arrow_process` starts this file by its path: `arrow_child.py read|write OPTIONS`, with the options as JSON. The process
-imports nothing of cellama. It exchanges JSON lines through stdin and stdout: `read` prints the names of the columns,
-and then each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with `error`.
+imports nothing of cellama. It exchanges JSON lines through stdin and stdout: `read` prints the column names, followed
+by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with `error`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def sliced(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBat
 
 
 def read(source: dict[str, Any], out: BinaryIO) -> None:
-    """Print the names of the columns, and then the rows."""
+    """Print the column names, followed by the rows."""
     schema, batches = batches_of(source)
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
@@ -138,7 +138,7 @@ def column_of(rows: list[dict[str, Any]], field: pyarrow.Field, embedding: str) 
 
 
 def write(options: dict[str, Any], stdin: BinaryIO) -> None:
-    """Write the rows that stdin contains to a file. With an `input`, add its columns to the row with this number."""
+    """Write the rows from stdin to a file. With an `input`, add its columns to the row with the same number."""
     fixed = {name: pyarrow.type_for_alias(alias) for name, alias in options["types"].items()}
     embedding = options[EMBEDDING]
     inference = Inference(fixed)

@@ -49,7 +49,7 @@ def rows_of_arrow(source: Source, format_: str) -> Iterator[dict[str, Any]]:
 
 
 def write_arrow(options: Mapping[str, Any], rows: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-    """Write rows to a Parquet or Arrow file, as `arrow_child.write` describes. Raises InvalidJob and OSError."""
+    """Write rows to a Parquet or Arrow file, as described in `arrow_child.write`. Raises InvalidJob and OSError."""
     check_pyarrow()
     with _child("write", options, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         with contextlib.suppress(BrokenPipeError):

@@ -39,7 +39,7 @@ _REMEDIES = {
 
 
 def check_files(options: BatchOptions) -> OutputKind:
-    """Return the format of the output. Raises InvalidJob if the run can't read its input or write its output."""
+    """Return the output format. Raises InvalidJob if the run can't read its input or write its output."""
     source = options.input
     if isinstance(source, Path) and source != STANDARD and not (source.is_file() or source.is_dir()):
         raise InvalidJob(f"file {str(source)!r} not found; correct the path")

@@ -103,7 +103,7 @@ def _estimate(redis: Redis, app: CellamaApp, work: WorkFile, invalid: list[dict[
 
 
 def _prompt_of(line: StoredLine) -> str:
-    """Return the text that the model gets, without the control tokens of its chat template."""
+    """Return the text that the model receives, without its chat template's control tokens."""
     if line.kind == "chat":
         system = line.params.get("system")
         turns = [*([{"role": "system", "content": system}] if system else []), *line.params["messages"]]
@@ -140,7 +140,7 @@ def _max_completion(line: StoredLine) -> int:
 
 
 def _models(redis: Redis, names: Iterable[str]) -> list[Any]:
-    """Return what the workers report about these models, once per worker."""
+    """Return the workers' reports about these models, one report per worker."""
     wanted = set(names)
     found = []
     for worker in live_workers(redis):
@@ -155,7 +155,7 @@ def _dimensions(redis: Redis, lines: Iterable[StoredLine]) -> int:
 
 
 def _seconds(redis: Redis, names: set[str], prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Return how long all workers together need for these tokens, or None if they have not measured a rate yet."""
+    """Return how long all workers together will need for these tokens, or None if no rate has been measured yet."""
     prompts = completions = 0.0
     for model in _models(redis, names):
         for state in (model.get("engine"), model.get("embedder")):

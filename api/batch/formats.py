@@ -1,4 +1,4 @@
-"""Recognise the format and the compression of a file by its name."""
+"""Recognise a file's format and compression by its name."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def is_url(name: Path | str) -> bool:
 
 
 def _suffixes(name: Path | str) -> tuple[str, Compression]:
-    """Return the suffix of a name without its compression, and the compression."""
+    """Return a name's suffix without its compression, and the compression."""
     path = PurePosixPath(urlsplit(name).path) if isinstance(name, str) else name
     compression = _COMPRESSIONS.get(path.suffix.lower(), "")
     return (path.with_suffix("") if compression else path).suffix.lower(), compression
 
 
 def format_of(name: Path | str | None, given: Format) -> Format:
-    """Return the given format of an input. For "auto", its name determines it (default: jsonl)."""
+    """Return the given format of an input. For "auto", the file name determines the format (default: jsonl)."""
     if given != "auto" or name is None:
         return "jsonl" if given == "auto" else given
     if isinstance(name, Path) and name.is_dir():
@@ -55,13 +55,13 @@ def format_of(name: Path | str | None, given: Format) -> Format:
 
 
 def compression_of(name: Path | str) -> Compression:
-    """Return the compression of a file by its name."""
+    """Return a file's compression, based on its name."""
     return _suffixes(name)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """The format of an output."""
+    """An output format."""
 
     format: OutputFormat
     compression: Compression
@@ -78,7 +78,7 @@ class OutputKind:
 
 
 def output_kind(path: Path) -> OutputKind:
-    """Return the format of an output by its name (default: JSON lines). Raises InvalidJob if it can't be written."""
+    """Return an output's format, based on its name (default: JSON lines). Raises InvalidJob if it can't be written."""
     suffix, compression = _suffixes(path)
     if suffix in _NOT_WRITTEN or path.suffix.lower() in _NOT_WRITTEN:
         raise InvalidJob(

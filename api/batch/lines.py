@@ -40,8 +40,8 @@ ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 class RowMapping:
     """How the columns of a row become a job.
 
-    The prompt is the filled `template`, or else the `column`, or else the only column in addition to the id. Without
-    `id`, a column in ID_COLUMNS is used if there is one. With `keeps_all`, results keep all columns, for tables.
+    The prompt is the filled `template`, or else the `column`, or else the only column besides the id. Without `id`, a
+    column in ID_COLUMNS is used if one exists. With `keeps_all`, results keep all columns, for tables.
     """
 
     column: str | None = None
@@ -52,7 +52,7 @@ class RowMapping:
 
     @property
     def is_given(self) -> bool:
-        """Return whether JSON objects are rows, instead of the parameters of jobs."""
+        """Return whether JSON objects are rows, instead of job parameters."""
         return self.column is not None or self.template is not None or self.as_kind is not None
 
 
@@ -71,7 +71,7 @@ class BatchLine:
 
     @property
     def hash(self) -> str:
-        """Return a digest of everything that the result of the line depends on."""
+        """Return a digest of everything that the line's result depends on."""
         parts = [self.kind, self.model, self.params, *([self.request] if self.request else [])]
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -96,7 +96,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that can't become a job, with the reason."""
+    """A line that can't become a job, and the reason."""
 
     number: int
     id: LineId | None
@@ -128,9 +128,9 @@ def read_lines(
 ) -> Iterator[BatchLine | BadLine]:
     """Yield each line or row of an input. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    With `chosen`, only these lines are read, counted from 0. `check` is called with the number and the object of each
-    JSON line before the line is validated, and may raise an error. Raises InvalidJob if the input does not have this
-    format, or lacks a column.
+    With `chosen`, only these lines are read, counted from 0. `check` is called with each JSON line's number and object
+    before the line is validated, and may raise an error. Raises InvalidJob if the input does not have this format, or
+    lacks a column.
     """
     if format_ == "jsonl" and mapping.id is not None and not mapping.is_given:
         raise InvalidJob(
@@ -167,7 +167,7 @@ def _within_limit(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadL
 
 
 class RowJobs:
-    """Turns rows into jobs. The columns are chosen from those of the first row."""
+    """Turns rows into jobs. The columns are chosen from the first row's columns."""
 
     def __init__(self, mapping: RowMapping, names: list[str], format_: Format, defaults: Defaults) -> None:
         """Choose the columns. Raises InvalidJob if one is missing."""
@@ -274,7 +274,7 @@ def _rerank_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body without its large members, which the parameters of the job contain."""
+    """Return the body without its large members, which the job's parameters contain."""
     return {name: value for name, value in body.items() if name not in ("input", "documents", "query")}
 
 
@@ -350,7 +350,7 @@ class StoredLine:
 
 
 def _id(value: Any) -> str | int:
-    """Return the id of a row. Whole numbers remain numbers, and other values become strings."""
+    """Return a row's id. Whole numbers remain numbers, and other values become strings."""
     return value if isinstance(value, int) and not isinstance(value, bool) else text_of(value)
 
 

@@ -1,4 +1,4 @@
-"""The options, the progress and the summary of a bulk run."""
+"""A bulk run's options, progress and summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run.
+    """A run's progress.
 
     The counts include all commands of the run, but the rates include only the current command.
     """
@@ -126,7 +126,7 @@ class BatchOptions:
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
-        """Return the options among the keyword arguments. The other arguments become `params`. Raises InvalidJob."""
+        """Return the options from the keyword arguments. The other arguments become `params`. Raises InvalidJob."""
         options = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
         for name, known in (
             ("format", get_args(Format)),

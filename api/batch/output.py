@@ -32,7 +32,7 @@ class LineFile:
     """Appends JSON lines to a file."""
 
     def __init__(self, path: Path, echo: int | None = None) -> None:
-        """Open or create the file. Cut off an incomplete last line, which a crash may have left. Raises OSError.
+        """Open or create the file. Cut off an incomplete last line left by a crash. Raises OSError.
 
         Appended lines are also written to the open file `echo`.
         """
@@ -45,7 +45,7 @@ class LineFile:
         self.count = 0  # lines appended by this object
 
     def append(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines, and return when they are on disk. If this raises OSError, the file contains no part of them."""
+        """Append lines, and return when they are on disk. If an OSError is raised, the file contains none of them."""
         if not values:
             return
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
@@ -124,7 +124,7 @@ def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body(line: StoredLine, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body with which the endpoint of the line would answer."""
+    """Return the body that the line's endpoint would answer with."""
     body = line.request.get("body", {})
     if line.request.get("url") == RESPONSES:
         return response_of_line(_request_id(line), body, line.params, result)
@@ -147,12 +147,12 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line of the error file for a line whose job failed."""
+    """Return the error file line for a line whose job failed."""
     return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_columns(line.columns)}
 
 
 def bad_line(form: str, bad: BadLine) -> dict[str, Any]:
-    """Return the line of the error file for a line that could not become a job."""
+    """Return the error file line for a line that could not become a job."""
     error = {"code": "invalid_request", "message": bad.message}
     return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_columns(bad.columns)}
 
@@ -207,8 +207,8 @@ class Outcomes:
     def save(self, results: OutcomeList, failures: OutcomeList) -> None:
         """Write outcomes, and copy each outcome to the twins of its line.
 
-        The output is written before the work file. After a crash between the two, the next command reads the end of the
-        output.
+        The output is written before the work file. After a crash between the two writes, the next command reads the end
+        of the output.
         """
         self._write(results, failures, computed=results)
         if self._merges:

@@ -1,4 +1,4 @@
-"""Read the rows of a table, of a text or of a directory."""
+"""Read the rows of a table, a text or a directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_BYTES = 1 << 16  # bytes of an oversized line to skip per read
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """A row with its values by column. Numbers start at 1."""
+    """A row with its values keyed by column. Numbers start at 1."""
 
     number: int
     values: Mapping[str, Any]
@@ -29,7 +29,7 @@ class InputRow:
 
 @dataclass(frozen=True, slots=True)
 class BadInputRow:
-    """A row that can't be read, with the reason."""
+    """A row that can't be read, and the reason."""
 
     number: int
     message: str
@@ -40,7 +40,7 @@ InputData = BinaryIO | Path | str  # a stream, or for Parquet, Arrow and directo
 
 
 def rows_of(data: InputData, format_: Format, max_bytes: int) -> Iterator[InputRow | BadInputRow]:
-    """Yield the rows of an input, or for JSON lines its objects. Raises InvalidJob if it has another format."""
+    """Yield the rows of an input, or the objects of JSON lines. Raises InvalidJob if it has another format."""
     if format_ in COLUMNAR:
         if not isinstance(data, (Path, str)):
             raise InvalidJob(f"{format_} can't be read from stdin; name a file")

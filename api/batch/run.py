@@ -71,7 +71,7 @@ class Serving:
         self._missing_since: dict[str, float] = {}
 
     def refresh(self, models: Iterable[str]) -> None:
-        """Read the registry. `models` are the models of pending lines."""
+        """Read the registry. `models` are the models that pending lines use."""
         workers = live_workers(self._redis)
         self._models = {}
         for worker in workers:
@@ -90,7 +90,7 @@ class Serving:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of workers of the model that has the most workers."""
+        """Return the number of workers for the model that has the most workers."""
         return max((count for count, _ in self._models.values()), default=0)
 
     def of(self, model: str) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class BatchRun:
         drops_columns: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """Prepare a run. `deadline_s` counts from now. With `ordered`, results are in the order of the input.
+        """Prepare a run. `deadline_s` counts from now. With `ordered`, results are in input order.
 
         Without `output`, results stay in the work file, and the caller writes them to `output_path` afterwards.
         """
@@ -157,8 +157,8 @@ class BatchRun:
     def run(self) -> str:
         """Run all pending lines. Return the final state, which the caller reports: completed, cancelled or expired.
 
-        Raises OSError if a disk is full. If this raises or is interrupted, workers finish the lines in flight, and the
-        next command reads their results, unless the run is abandoned.
+        Raises OSError if a disk is full. If this call raises or is interrupted, workers finish the lines in flight, and
+        the next command reads their results, unless the run is abandoned.
         """
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
         self.progress.in_flight = self._work.in_flight()
@@ -178,7 +178,7 @@ class BatchRun:
         return final_state or "completed"
 
     def end(self, state: str, **facts: str) -> None:
-        """Report the final state of the run, with further facts about it."""
+        """Report the run's final state, with further facts about the run."""
         self._report(state, **facts)
 
     def _step(self) -> str | None:
@@ -322,7 +322,7 @@ class BatchRun:
     # Stopping
 
     def abandon(self) -> None:
-        """Cancel the lines in flight of a run that can't be resumed."""
+        """Cancel a run's lines in flight, because the run can't be resumed."""
         with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
         self._report("cancelled")
@@ -356,7 +356,7 @@ class BatchRun:
 
 
 def progress_of(work: WorkFile) -> Progress:
-    """Read the progress of a run from its work file at the start of a command."""
+    """Read a run's progress from its work file at the start of a command."""
     unreadable = int(work.get("unreadable", "0"))
     progress = Progress(
         total=sum(work.count(state) for state in range(5)) + unreadable,

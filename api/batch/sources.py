@@ -1,4 +1,4 @@
-"""Open the input of a run: a file, a URL or stdin, which may be compressed."""
+"""Open a run's input: a file, a URL or stdin, which may be compressed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_of(source: Source) -> str:
 
 
 def absolute(source: Source) -> str:
-    """Return a name of the input that does not depend on the current directory."""
+    """Return an input name that does not depend on the current directory."""
     return str(source.absolute()) if isinstance(source, Path) and source != STANDARD else str(source)
 
 
@@ -93,7 +93,7 @@ class _ArrowZstd:
 
 
 def zstd_module() -> Any:
-    """Return an object whose `open` reads and writes zstd files. Raises InvalidJob if there is none."""
+    """Return an object whose `open` reads and writes zstd files. Raises InvalidJob if no such module is available."""
     with contextlib.suppress(ImportError):
         return importlib.import_module("compression.zstd")  # Python 3.14
     with contextlib.suppress(ImportError):
@@ -104,7 +104,7 @@ def zstd_module() -> Any:
 
 
 def fingerprint_of(source: Source) -> str:
-    """Return a text that changes when the input changes, or "" for stdin."""
+    """Return a string that changes when the input changes, or "" for stdin."""
     if source == STANDARD:
         return ""
     if isinstance(source, str):
@@ -123,6 +123,6 @@ def fingerprint_of(source: Source) -> str:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """Return the files of a directory and its subdirectories in order, without hidden ones."""
+    """Return the files in a directory and its subdirectories in order, without hidden files."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts))

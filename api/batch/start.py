@@ -45,7 +45,7 @@ LINES_PER_REPORT = 2000  # while the input is read: about ten reports per second
 
 
 class CheckInput(Protocol):
-    """Checks the lines of an input while it is read, and may reject the whole input by raising InvalidJob."""
+    """Checks an input's lines while the input is being read, and may reject the whole input by raising InvalidJob."""
 
     def line(self, number: int, value: dict[str, Any] | BadLine) -> None: ...
 
@@ -66,7 +66,7 @@ class Paths:
 
 
 def paths_of(output: Path, errors: Path | None = None) -> Paths:
-    """Return the files of a run. By default, the error file and the work file are next to the output."""
+    """Return a run's files. By default, the error file and the work file are next to the output."""
     return Paths(
         output, errors or output.with_name(f"{output.stem}.errors.jsonl"), output.with_name(output.name + ".work")
     )
@@ -82,9 +82,9 @@ def run_batch(
 ) -> Summary:
     """Start or resume a run, and return when it has finished. Raises InvalidJob and OSError.
 
-    Even if it raises, finished lines are saved. A run whose output is stdout prints results as they arrive, and
-    prints errors to stderr unless an error file is given. Such a run can't be resumed. `check` may reject the input
-    while it is read.
+    Even if it raises, finished lines are saved. A run whose output is stdout prints results as they arrive, and prints
+    errors to stderr unless an error file is given. Such a run can't be resumed. `check` may reject the input while it
+    is being read.
     """
     if options.fairness_key is not None:
         check_fairness_key(options.fairness_key)
@@ -166,7 +166,7 @@ def _fingerprint(options: BatchOptions) -> str:
 
 
 def _digest(options: BatchOptions, read_as: str) -> str:
-    """Return a digest of the options and of the input, or "" for an input that can't be compared, such as stdin."""
+    """Return a digest of the options and the input, or "" for an input that can't be compared, such as stdin."""
     values = json.loads(_serialise(replace(options, deadline_s=None, keep_work=False)))
     if options.content:
         del values["input"]  # the name of a temporary file
@@ -205,7 +205,7 @@ def _traced(work: WorkFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(options: BatchOptions) -> Iterator[None]:
-    """Convert errors of the work file to OSError, like errors of the output."""
+    """Convert work file errors to OSError, like output errors."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -1,4 +1,4 @@
-"""Write the results of a run to a table or to a compressed file, in the order of the input."""
+"""Write a run's results to a table or to a compressed file, in input order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PREFIX = "cellama_"  # of the column of a result if the input has a column with 
 def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, format_: str) -> None:
     """Write all results of a work file to `path`. After a crash, the file is either complete or unchanged.
 
-    `source` is the input and `format_` its format. Parquet and Arrow inputs are read again, so that their columns keep
-    their types. Raises OSError.
+    `source` is the input, and `format_` is its format. Parquet and Arrow inputs are read again, so that their columns
+    keep their types. Raises OSError.
     """
     partial = path.with_name(path.name + ".part")
     try:
@@ -68,14 +68,14 @@ def _names_of_results(work: WorkFile) -> dict[str, str]:
 
 
 def flat_rows(work: WorkFile, names: Mapping[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the columns of each result, with the columns of the input first."""
+    """Yield the number and the columns of each result, with the input columns first."""
     for number, columns, outcome in work.results():
         values = values_of(json.loads(outcome))
         yield number, {**columns, **{column: values[name] for name, column in names.items()}}
 
 
 def values_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a result by column. Missing ones are None."""
+    """Return a result's values keyed by column. Missing values are None."""
     usage = result.get("usage") or {}
     message = result.get("message")
     text = result.get("text")

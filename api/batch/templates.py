@@ -13,7 +13,7 @@ from cellama.tasks.contract.errors import InvalidJob
 class RowTemplate:
     """A text with `{column}` in place of values. `{{` and `}}` stand for braces.
 
-    The text between braces is the name of a column and nothing else, so a template can neither read attributes nor
+    The text between braces is only a column name, so a template can neither read attributes nor
     format values.
     """
 

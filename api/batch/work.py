@@ -84,7 +84,7 @@ class WorkFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which the caller adds the whole input.
+        """Return a context manager within which the caller adds the whole input.
 
         At the end, lines that are no longer in the input are deleted. If the context raises, the lines of the previous
         reading remain. The first reading is committed in several parts.
@@ -130,13 +130,13 @@ class WorkFile:
     def keeps_results(self) -> bool:
         """Return False if there are results, but none of them belongs to a line of the current input.
 
-        Call this method while the input is read.
+        Call this method while the input is being read.
         """
         query = "SELECT 1 FROM lines WHERE state = ? AND number > 0 LIMIT 1"
         return not self._had_results or self._db.execute(query, (FINISHED,)).fetchone() is not None
 
     def drops_results(self) -> bool:
-        """Return whether the input no longer has lines with a result. Call this method while the input is read."""
+        """Return whether the input no longer has lines with a result. Call it while the input is being read."""
         query = "SELECT 1 FROM lines WHERE state = ? AND number < 0 LIMIT 1"
         return self._db.execute(query, (FINISHED,)).fetchone() is not None
 
@@ -171,7 +171,7 @@ class WorkFile:
         self._db.execute("DELETE FROM outdated")
 
     def has_failed(self, line_id: Any) -> bool:
-        """Return whether a line has failed."""
+        """Return whether any line has failed."""
         return self._state_of(_id_text(line_id)) == FAILED
 
     def _state_of(self, key: str) -> int | None:
@@ -191,7 +191,7 @@ class WorkFile:
 
     @property
     def pending(self) -> Mapping[str, int]:
-        """Return the number of pending lines by model.
+        """Return the number of pending lines, keyed by model.
 
         The lines are counted once, and the counts are updated from then on.
         """
@@ -205,7 +205,7 @@ class WorkFile:
             self._pending.update(models)
 
     def next_lines(self, model: str, count: int) -> list[StoredLine]:
-        """Return up to `count` pending lines, in the order of their keys.
+        """Return up to `count` pending lines, in key order.
 
         Lines that were tried before come last, one per call, because they may have crashed their workers.
         """
@@ -322,7 +322,7 @@ class WorkFile:
         return [row[0] for row in self._db.execute("SELECT DISTINCT kind FROM lines")]
 
     def sample(self, count: int) -> list[StoredLine]:
-        """Return up to `count` lines, evenly spread over the input."""
+        """Return up to `count` lines, spread evenly over the input."""
         (total,) = self._db.execute("SELECT count(*) FROM lines").fetchone()
         step = max(1, total // count)
         query = f"SELECT {_LINE} FROM (SELECT *, row_number() OVER (ORDER BY number) AS rank FROM lines) "
@@ -330,7 +330,7 @@ class WorkFile:
         return [_stored(row) for row in self._db.execute(query, (step, count))]
 
     def drop_outcomes(self, numbers: Iterable[int]) -> None:
-        """Delete the outcomes of lines, after they were written to the output."""
+        """Delete the outcomes of lines after they have been written to the output."""
         self._db.executemany("UPDATE lines SET outcome = NULL WHERE number = ?", ((number,) for number in numbers))
 
     def shrink(self) -> None:
@@ -341,7 +341,7 @@ class WorkFile:
         self._db.execute("VACUUM")
 
     def size_bytes(self) -> int:
-        """Return the size of the file."""
+        """Return the file's size."""
         pages, size = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
         return int(pages * size)
 
@@ -356,7 +356,7 @@ class WorkFile:
 
 
 def _id_text(line_id: Any) -> str:
-    """Return an id in the form in which the file stores it."""
+    """Return an id in the form that the file stores."""
     return json.dumps(line_id, ensure_ascii=False)
 
 

@@ -123,11 +123,11 @@ def batch_run_command(
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
-    """Run every row of a file. The same command resumes a run that was interrupted.
+    """Run every row of a file. Run the same command again to resume an interrupted run.
 
-    Rows of a table become chats, prompts or embeddings, and the results are written with the columns of the input. A
-    line of JSON is an object with "prompt", "messages" or "text", and optionally "id" and parameters of the job. With
-    --column, --template or --as, its other fields are columns. Lines of OpenAI's batch format are also accepted.
+    Table rows become chats, prompts or embeddings, and the results are written with the input columns. A
+    line of JSON is an object with "prompt", "messages" or "text", and optionally "id" and job parameters. With
+    --column, --template or --as, its other fields are columns. Lines in OpenAI's batch format are also accepted.
 
     Example:  cellama batch run in.csv -o out.parquet -m tiny --column review
     """
@@ -259,7 +259,7 @@ def batch_list_command(json: JsonOption = False) -> None:
 
 
 def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
-    """Show the progress of a run.
+    """Show a run's progress.
 
     Example:  cellama batch status answers.jsonl
     """
@@ -306,7 +306,7 @@ def _short(run_id: Any) -> str:
 
 
 def _is_of_gateway(run: dict[str, Any]) -> bool:
-    """Return whether a gateway drives the run. The gateway deletes the local files of the run when it has finished."""
+    """Return whether a gateway is driving the run. The gateway deletes the run's local files at the end."""
     return str(run["id"]).startswith("batch_")
 
 

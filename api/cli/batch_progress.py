@@ -1,4 +1,4 @@
-"""Show the progress of a bulk run as a bar, as text lines or as JSON, and print a summary at the end."""
+"""Show a bulk run's progress as a bar, as text lines or as JSON, and print a summary at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIN_COLUMNS = 80  # minimum width of a terminal that shows both rates
 
 
 class _Show:
-    """Shows the progress of a run as a bar, as text lines or as JSON."""
+    """Shows a run's progress as a bar, as text lines or as JSON."""
 
     def __init__(self, bar: Bar | None, events: Console | None) -> None:
         """Write JSON to `events` if it is given. Without `bar` and `events`, write text lines to stderr."""
@@ -60,9 +60,9 @@ class _Show:
 
 @contextlib.contextmanager
 def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
-    """Yield a display of progress, which is a bar if stderr is a terminal that shows nothing else.
+    """Yield a progress display, which is a bar if stderr is a terminal that shows nothing else.
 
-    If results go to stdout, the errors of lines go to stderr.
+    If results go to stdout, line errors go to stderr.
     """
     if json or to_stdout or not err.is_terminal:
         yield _Show(None, _events(to_stdout) if json else None)

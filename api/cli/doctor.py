@@ -110,9 +110,9 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def doctor_command(redis: RedisOption = None, json: JsonOption = False) -> None:
-    """Check the installation, this machine and Redis. Every problem is printed with its remedy.
+    """Check the installation, this machine and Redis. Each problem is printed with its remedy.
 
-    It changes nothing. The exit code is 1 if there is an error, and 0 if there are only warnings.
+    The command changes nothing. The exit code is 1 if there is an error, and 0 if there are only warnings.
 
     Example:  cellama doctor
     """
@@ -127,7 +127,7 @@ def doctor_command(redis: RedisOption = None, json: JsonOption = False) -> None:
 
 
 def _checks(redis: str | None) -> dict[str, Check]:
-    """Return all checks by name, in the order of the output.
+    """Return all checks keyed by name, in output order.
 
     If the settings are invalid, only the checks that don't need settings are returned.
     """
@@ -192,7 +192,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 
 def check_python() -> Iterable[Finding]:
-    """Yield the version of Python."""
+    """Yield the Python version."""
     version = platform.python_version()
     found = f"{version} on {platform.system()} {platform.machine()}, cellama {cellama_version()}"
     if sys.version_info[:2] > NEWEST_TESTED_PYTHON:
@@ -224,7 +224,7 @@ def check_packages() -> Iterable[Finding]:
 
 
 def check_llama_cpp() -> Iterable[Finding]:
-    """Yield the build of llama.cpp, and the CPU features and GPUs that it can't use."""
+    """Yield the llama.cpp build, and the CPU features and GPUs that it can't use."""
     if missing := _missing_modules():
         yield _not_installed(missing)
         return
@@ -262,7 +262,7 @@ def has_compiler() -> bool:
 
 
 def read_build(argv: tuple[str, ...] = (sys.executable, "-m", "cellama.engine.llama")) -> dict[str, Any] | Finding:
-    """Return the build of llama.cpp as a child process describes it, because `api` never imports the engine."""
+    """Return the llama.cpp build as reported by a child process, because `api` never imports the engine."""
     rebuild = _rebuild_remedy()
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
@@ -291,7 +291,7 @@ def _install_command(option: str = "") -> str:
 
 
 def _rebuild_remedy() -> str:
-    """Return a remedy that leads to a build of llama.cpp for the CPU of this machine."""
+    """Return a remedy that produces a llama.cpp build for this machine's CPU."""
     if has_compiler():
         return f"rebuild llama.cpp on this machine: {_install_command()}"
     return (
@@ -301,7 +301,7 @@ def _rebuild_remedy() -> str:
 
 
 def cpu_flags(path: Path = CPU_INFO) -> set[str]:
-    """Return the features of the CPU as Linux names them, or nothing on other systems."""
+    """Return the CPU features under Linux's names, or nothing on other systems."""
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -313,7 +313,7 @@ def cpu_flags(path: Path = CPU_INFO) -> set[str]:
 def cpu_findings(features: list[str], flags: set[str], variant: str = "") -> Iterable[Finding]:
     """Yield the CPU features that the build uses, the features that it lacks, and the features that the CPU lacks.
 
-    `features` are the features of the build, and `flags` are the features of the CPU. Without flags, nothing is
+    `features` are the build's features, and `flags` are the CPU's features. Without flags, nothing is
     compared. A build that chose the best `variant` for this CPU may lack some of its features.
     """
     used = [name for name in features if name in CPU_FLAGS]
@@ -371,7 +371,7 @@ def gpu_findings(build: dict[str, Any], seen: list[str]) -> Iterable[Finding]:
 
 
 def check_redis(settings: Settings) -> Iterable[Finding]:
-    """Yield the state of the Redis server in the settings: its version, memory, persistence, clock and workers."""
+    """Yield the state of the configured Redis server: its version, memory, persistence, clock and workers."""
     limits = {"socket_connect_timeout": REDIS_TIMEOUT_S, "socket_timeout": REDIS_TIMEOUT_S}
     with connect(settings.redis_url, retry=Retry(NoBackoff(), 0), **limits) as redis:
         try:
@@ -389,7 +389,7 @@ def check_redis(settings: Settings) -> Iterable[Finding]:
 
 
 def server_findings(redis: Redis, shown_url: str) -> Iterable[Finding]:
-    """Yield the version of the server, and whether its settings keep jobs safe."""
+    """Yield the server's version, and whether its settings keep jobs safe."""
     try:
         info: dict[str, Any] = redis.info()
     except RedisError as error:
@@ -448,19 +448,19 @@ def persistence_finding(info: dict[str, Any]) -> Finding:
 
 
 def _problem(setting: str, info: dict[str, Any]) -> str | None:
-    """Return the problem with a setting of Redis as workers log it, without the remedy."""
+    """Return the problem with a Redis setting as workers log it, without the remedy."""
     return next((text.partition("; ")[0] for text in problems_of(info) if text.startswith(setting)), None)
 
 
 def clock_difference_s(redis: Redis) -> float:
-    """Return by how many seconds the clock of this machine is ahead of the clock of Redis."""
+    """Return how many seconds this machine's clock is ahead of Redis' clock."""
     before = time.time()
     at_redis = redis_time(redis)
     return (before + time.time()) / 2 - at_redis
 
 
 def clock_finding(difference_s: float) -> Finding:
-    """Return whether the clocks of this machine and of Redis agree."""
+    """Return whether the clocks of this machine and Redis agree."""
     if abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S:
         return Finding("ok", "clock", f"less than {MAX_CLOCK_DIFFERENCE_S:g} s from the clock of Redis")
     direction = "ahead of" if difference_s > 0 else "behind"
@@ -469,7 +469,7 @@ def clock_finding(difference_s: float) -> Finding:
 
 
 def worker_findings(workers: list[WorkerEntry], version: str | None = None) -> Iterable[Finding]:
-    """Compare the versions of the live workers with each other and with the `version` of this command."""
+    """Compare the versions of the live workers with each other and with this command's `version`."""
     version = cellama_version() if version is None else version
     if not workers:
         yield Finding("ok", "workers", "none is running; `cellama up` or `cellama worker` starts one")
@@ -542,7 +542,7 @@ def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Find
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port on which a service of cellama listens by default, and how to recognize this service there."""
+    """A port on which one of cellama's services listens by default, and how to recognize the service there."""
 
     service: str
     number: int

@@ -22,7 +22,7 @@ PING_S = 1.0  # between two updates of the position of a job that produces no ou
 class SilenceTimeout:
     """Limits how long a job may produce no output.
 
-    The time that a job spends waiting for a slot does not count, as long as a worker serves its model.
+    The time that a job spends waiting for a slot does not count while a worker is serving its model.
     """
 
     def __init__(self, job_id: str, patience_s: float, *, allow_unserved: bool = False) -> None:
@@ -42,7 +42,7 @@ class SilenceTimeout:
         self._last_event_at = time.monotonic()
 
     def describe(self, position: Position) -> str:
-        """Return the state of the job as text. Raises JobTimeout."""
+        """Return the job's state as text. Raises JobTimeout."""
         now = time.monotonic()
         if position.state == "waiting" and (position.served or self._allow_unserved):
             self._last_event_at = now
@@ -59,7 +59,7 @@ class SilenceTimeout:
         return f"job {self._job_id} is waiting: {position.ahead} job(s) ahead, {self._estimate(position, now)}"
 
     def _estimate(self, position: Position, now: float) -> str:
-        """Estimate when the job gets a slot. The estimate starts at the last change of the number of jobs ahead."""
+        """Estimate when the job gets a slot. The estimate starts when the number of jobs ahead last changed."""
         if not position.served:
             return "no worker serves its model"
         if position.eta_s is None:
@@ -70,7 +70,7 @@ class SilenceTimeout:
 
 @contextlib.contextmanager
 def cancelled_with(job: Job[Any]) -> Iterator[None]:
-    """Cancel the job on Ctrl-C, or if the program that reads the output has closed the pipe."""
+    """Cancel the job on Ctrl-C, or if the program reading the output has closed the pipe."""
     try:
         yield
     except (KeyboardInterrupt, BrokenPipeError):
@@ -80,7 +80,7 @@ def cancelled_with(job: Job[Any]) -> Iterator[None]:
 
 
 def result_of(job: Job[R], patience: SilenceTimeout) -> R:
-    """Return the result of a job without showing its output. Raises the same errors as `show`."""
+    """Return a job's result without showing its output. Raises the same errors as `show`."""
     with cancelled_with(job):
         for _ in _events(job, patience):
             pass
@@ -101,7 +101,7 @@ def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
 
 
 def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
-    """Yield the events of a job. While there are no events, show the state of the job on stderr."""
+    """Yield a job's events. While there are no events, show the job's state on stderr."""
     with err.status("…") as spinner:
         spinner.stop()
         for event in job.stream(timeout=math.inf, ping=PING_S):

@@ -1,4 +1,4 @@
-"""`cellama keys`: create, list and revoke API keys of the gateway."""
+"""`cellama keys`: create, list and revoke the gateway's API keys."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _show(key: KeyText, entry: KeyEntry) -> None:
 
 
 def keys_list_command(json: JsonOption = False) -> None:
-    """List the API keys of the gateway with their tenants, limits and last use.
+    """List the gateway's API keys with their tenants, limits and last use.
 
     Example:  cellama keys list
     """
@@ -123,7 +123,7 @@ def keys_list_command(json: JsonOption = False) -> None:
 
 
 def _cells(key: KeyLookup) -> Iterator[str]:
-    """Yield the cells of a key. They wrap on a terminal of 80 columns."""
+    """Yield the cells of a key's row. They wrap on an 80-column terminal."""
     entry = key.entry
     assert entry is not None
     yield entry.id

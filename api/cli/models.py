@@ -40,7 +40,7 @@ SHOWN_FINGERPRINT_DIGITS = 16  # --json prints all digits
 
 
 def models_list_command(json: JsonOption = False) -> None:
-    """List the models that running workers serve or are loading.
+    """List the models that running workers are serving or loading.
 
     Example:  cellama models list
     """
@@ -68,7 +68,7 @@ def models_list_command(json: JsonOption = False) -> None:
 
 
 def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
-    """Show the file, the options and the memory use of a model.
+    """Show a model's file, options and memory use.
 
     Example:  cellama models info tiny
     """
@@ -150,7 +150,7 @@ def models_evict_command(
     timeout: Annotated[float, typer.Option(help="Timeout in seconds for writing KV states to disk.")] = EVICT_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Evict the KV states of a model from idle slots and RAM. Valuable states are written to disk. Jobs continue.
+    """Evict a model's KV states from idle slots and RAM. Valuable states are written to disk. Jobs continue.
 
     Example:  cellama models evict tiny
     """
@@ -172,7 +172,7 @@ def models_default_command(
 
 
 def models_adapters_command(model_id: IdArgument, json: JsonOption = False) -> None:
-    """List the LoRA adapters of a model.
+    """List a model's LoRA adapters.
 
     Example:  cellama models adapters tiny
     """
@@ -215,7 +215,7 @@ def adapter_load_command(
     ] = ADAPTER_LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Load a LoRA adapter of a model. Running jobs continue.
+    """Load a LoRA adapter for a model. Running jobs continue.
 
     Example:  cellama models adapter load tiny pirate /models/pirate.gguf
     """
@@ -240,7 +240,7 @@ def adapter_scale_command(
     pool: PoolOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Change the scale of an adapter in new jobs.
+    """Change an adapter's scale for new jobs.
 
     Example:  cellama models adapter scale tiny pirate 0.5
     """
@@ -283,7 +283,7 @@ def _loading(name: str, undo: str) -> Iterator[None]:
 
 
 def _options(given: list[str]) -> dict[str, Any]:
-    """Parse options that are given as NAME=VALUE. Values that are not valid JSON are treated as text."""
+    """Parse options given as NAME=VALUE. Values that are not valid JSON are treated as text."""
     options: dict[str, Any] = {}
     for entry in given:
         name, equals, text = entry.partition("=")
@@ -316,7 +316,7 @@ def _report(json: bool, value: dict[str, Any], text: str, failures: dict[str, Lo
 
 
 def num_params(count: int) -> str:
-    """Return a number of parameters as text, for example "3.9 M" or "7.2 B"."""
+    """Return a parameter count as text, for example "3.9 M" or "7.2 B"."""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
@@ -378,7 +378,7 @@ def _sizes(usage: DeviceUse) -> list[int]:
 
 
 def render_memory(workers: Sequence[MemoryView]) -> RenderableType:
-    """Return a table for each worker. It shows the devices of the worker, and the models below each device."""
+    """Return a table for each worker, which shows the worker's devices and the models below each device."""
     return Group(*(_worker_table(worker) for worker in workers))
 
 

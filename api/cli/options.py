@@ -1,4 +1,4 @@
-"""Define the options that several commands share, and derive options from the parameters of a job."""
+"""Define the options that several commands share, and derive options from job parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _RANK = {name: rank for rank, name in enumerate(_GROUP_OF)}
 def with_options(
     job: type[GenerateJob | ChatJob | PrefillJob], *, without: frozenset[str] = frozenset()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds an option for each parameter of a job to a command.
+    """Return a decorator that adds an option for each job parameter to a command.
 
     The command receives the parameters that the user has set, in the dictionary `params`.
     """
@@ -125,7 +125,7 @@ def _default_text(default: Any) -> str:
 
 
 def _kind(name: str, field: FieldInfo) -> Any:
-    """Return the option's type for typer, based on the default and the annotation of the field."""
+    """Return the option's type for typer, based on the field's default and annotation."""
     if name in _FROM_FILE:
         return str
     if name in _NUMBERS:

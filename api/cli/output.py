@@ -1,4 +1,4 @@
-"""Print text, tables, JSON, warnings and errors. Text that is printed on a terminal contains no control characters."""
+"""Print text, tables, JSON, warnings and errors. Text printed on a terminal contains no control characters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_text(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document in one line."""
+    """Print a JSON document on one line."""
     text = json.dumps(value, ensure_ascii=False)
     sys.stdout.write((json_for_terminal(text) if sys.stdout.isatty() else text) + "\n")
     sys.stdout.flush()
@@ -72,7 +72,7 @@ def print_warning(message: str) -> None:
 def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:
     """Return an empty table. Cells that are too long wrap, and nothing is cut off.
 
-    `right` names the columns that are aligned to the right because they contain numbers. `whole` names the columns
+    `right` names the columns that are right-aligned because they contain numbers. `whole` names the columns
     that never wrap because users copy their contents, such as ids. Both are lists separated by ", ".
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -89,7 +89,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the HTTP URL of a host and a port."""
+    """Return the HTTP URL for a host and port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

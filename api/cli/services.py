@@ -230,7 +230,7 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
 
 
 def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Supervisor) -> None:
-    """Wait until the gateway can serve requests, if there is one. Raises the same errors as `wait_for_worker`."""
+    """If there is a gateway, wait until it can serve requests. Raises the same errors as `wait_for_worker`."""
     if gateway is not None and port is not None:
         _wait_for(gateway, lambda: _is_ready(port), "waiting for the gateway …", supervisor)
 
@@ -273,7 +273,7 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """Return USER:PASSWORD from the environment. If it is not set, return None on loopback, or else new credentials."""
+    """Return USER:PASSWORD from the environment. If unset, return None on loopback, or else new credentials."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given
@@ -322,7 +322,7 @@ def gateway_command(
 ) -> None:
     """Serve the OpenAI, Anthropic and Ollama APIs over HTTP. Requests become jobs, which any worker can run.
 
-    Set the base URL of OpenAI clients to http://127.0.0.1:8000/v1, and of other clients to http://127.0.0.1:8000.
+    Set the base URL to http://127.0.0.1:8000/v1 for OpenAI clients, and to http://127.0.0.1:8000 for other clients.
 
     Until you create a key with `cellama keys create`, the gateway accepts any key, but only requests from this
     machine.
@@ -359,9 +359,9 @@ def metrics_command(
     redis: RedisOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
 ) -> None:
-    """Serve metrics of queues, leases, bulk runs and tenants for Prometheus. Run one instance per Redis.
+    """Serve metrics about queues, leases, bulk runs and tenants for Prometheus. Run one instance per Redis.
 
-    Workers serve their own metrics if metrics_port is set, and the gateway serves its metrics under /metrics. With
+    Workers serve their own metrics if metrics_port is set, and the gateway serves its own metrics at /metrics. With
     --once, the exit code is 3 if Redis does not answer.
 
     Example:  cellama metrics --once

@@ -68,7 +68,7 @@ def top_command(
     every: Annotated[float, typer.Option(min=0.2, max=60.0, help="Refresh interval in seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the screen once and exit.")] = False,
 ) -> None:
-    """Watch queues, tenants, models and workers on one screen, the slowest and busiest first. Ctrl-C exits.
+    """Watch queues, tenants, models and workers on one screen, with the slowest and busiest first. Ctrl-C exits.
 
     Example:  cellama top --every 2
     """
@@ -102,7 +102,7 @@ def _watch(
 ) -> None:
     """Show the result of `read` until Ctrl-C. While Redis does not answer, show the last view and the problem.
 
-    Raises the errors that the first call of `read` raises.
+    Raises the errors that the first call to `read` raises.
     """
     with contextlib.suppress(KeyboardInterrupt):
         view, problem = read(), None
@@ -130,7 +130,7 @@ def _busy_slots(engine: dict[str, Any]) -> int:
 
 
 def _embedding_counts(model: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the counts of embedding and reranking jobs of a model, or None if it neither embeds nor reranks."""
+    """Return a model's embedding and reranking job counts, or None if it neither embeds nor reranks."""
     parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
     return {name: sum(part.get(name, 0) for part in parts) for name in EMBED_FIELDS} if parts else None
 
@@ -152,7 +152,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
 
 
 def _worker_status(worker: dict[str, Any]) -> RenderableType:
-    """Return the table of the models of a worker, which fits into 80 columns."""
+    """Return a table of a worker's models that fits into 80 columns."""
     pool = "" if worker["pool"] == "default" else f" · pool {escape(worker['pool'])}"
     title = f"{escape(worker['name'])} [dim]pid {worker['pid']}{pool}[/]"
     columns = ("model", "slots", "wait", "tok/s", "KV", "hits", "done", "threads")
@@ -180,7 +180,7 @@ def _status_cells(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _disk_lines(models: list[dict[str, Any]]) -> list[str]:
-    """Return how full each directory of KV states is. Models that share a directory may report different sizes."""
+    """Return how full each KV state directory is. Models that share a directory may report different sizes."""
     used_by_quota: dict[int, int] = {}
     for engine in filter(None, (model["engine"] for model in models)):
         quota, used = engine.get("disk_quota_bytes", 0), engine.get("disk_used_bytes", 0)
@@ -230,7 +230,7 @@ def _queue_lines(status: dict[str, Any]) -> list[str]:
 
 
 def _queue_text(model: str, count: int, classes: dict[str, Any]) -> str:
-    """Return the number of waiting jobs, and the estimated wait of a new job of each class.
+    """Return the number of waiting jobs, and the estimated wait for a new job of each class.
 
     The estimates differ because urgent jobs don't wait for bulk jobs.
     """
@@ -341,7 +341,7 @@ def _wait(seconds: float | None) -> str:
 
 
 def _model_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return the table of the models of all workers, busiest first."""
+    """Return a table of all workers' models, busiest first."""
     found = [(worker, model) for worker in view["live"] for model in worker["models"]]
     found.sort(key=lambda pair: (-_load(pair[1]), pair[1]["id"], pair[0]["name"]))
     numbers = ("slots", "wait", "tok/s", "KV", "hits", "lost slots", "errors")

@@ -95,7 +95,7 @@ def tenants_show_command(key: KeyArgument, json: JsonOption = False) -> None:
 def tenant_table(
     shares: list[TenantShare], max_rows: int | None = None, limit_texts: Mapping[str, str] | None = None
 ) -> Table:
-    """Return the table of tenants, those with the most service first, with a column for limits if there are any."""
+    """Return the table of tenants, the most served first, with a limit column if there are any limits."""
     columns = f"{NUMBERS}, limit" if limit_texts else NUMBERS
     table = table_of("tenant", *columns.split(", "), right=columns)
     total = sum(share.service for share in shares) or 1.0
@@ -152,7 +152,7 @@ def tenants_set_weight_command(
 
 
 def tenants_set_limit_command(key: KeyArgument, limit: LimitArgument) -> None:
-    """Set how many jobs of a tenant all workers may hold at the same time, from now on.
+    """Set how many of a tenant's jobs all workers may hold at the same time, from now on.
 
     Example:  cellama tenants set-limit acme 4
     """
@@ -167,7 +167,7 @@ def tenants_set_limit_command(key: KeyArgument, limit: LimitArgument) -> None:
 def queue_set_limit_command(
     model: Annotated[str, typer.Argument(help="Model whose jobs are limited.")], limit: LimitArgument
 ) -> None:
-    """Set how many jobs of a model all workers may hold at the same time, from now on.
+    """Set how many of a model's jobs all workers may hold at the same time, from now on.
 
     Example:  cellama queue set-limit tiny 8
     """

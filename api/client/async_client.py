@@ -1,4 +1,4 @@
-"""The client for asyncio. It has the methods of `Client`."""
+"""The client for asyncio. It has the same methods as `Client`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AsyncJob(Generic[R]):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        """Yield the events of the job, as `Job.stream` does. No thread is blocked."""
+        """Yield the job's events, as `Job.stream` does. No thread is blocked."""
         return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
 
     async def position(self) -> Position:
@@ -112,7 +112,7 @@ class _Stopped(Exception):
 
 
 class AsyncClient:
-    """The client for asyncio. It has the methods of `Client`, and raises the same errors.
+    """The client for asyncio. It has the same methods as `Client`, and raises the same errors.
 
     Short blocking calls run in threads, but streams don't. All streams of an event loop share two connections.
     """
@@ -225,9 +225,9 @@ class AsyncClient:
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        """Yield the events of a job, as `Client.stream` does.
+        """Yield a job's events, as `Client.stream` does.
 
-        With `cancel_on_exit`, cancelling the task of the caller also cancels the job.
+        With `cancel_on_exit`, cancelling the caller's task also cancels the job.
         """
         return self._stream(EventCursor(job_id, after), timeout, ping, cancel_on_exit)
 
@@ -259,9 +259,9 @@ class AsyncClient:
         return self._streams[loop]
 
     async def _cancel_shielded(self, job_id: str) -> None:
-        """Cancel a job even if the caller is cancelled repeatedly, for example by a cancel scope of anyio.
+        """Cancel a job even if the caller is cancelled repeatedly, for example by an anyio cancel scope.
 
-        This uses a thread, because a new task would not start if the event loop is closing.
+        The call runs in a thread, because a new task would not start while the event loop is closing.
         """
         cancelling = asyncio.get_running_loop().run_in_executor(None, self._client.cancel, job_id)
         await asyncio.shield(cancelling)

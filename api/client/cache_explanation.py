@@ -73,7 +73,7 @@ TextOf = Callable[[str, list[int]], str]  # returns the text of tokens of a mode
 
 
 def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
-    """Explain a job that has ended, which is named by its id or by the id of its answer. Raises UnknownJob."""
+    """Explain a finished job, named by its own id or by its answer's id. Raises UnknownJob."""
     job_id = _job_of(redis, job_id)
     started, done = _ends_of(redis, job_id)
     usage, replay = done["usage"], started.get("replay", ReplayFields())
@@ -105,9 +105,9 @@ def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
 
 
 def _job_of(redis: Redis, named: str) -> str:
-    """Return the id of a job that is named by its id or by the id of an answer of the gateway.
+    """Return the id of a job that is named by its own id or by the id of a gateway answer.
 
-    A response that was not stored is only found if its request had neither an API key nor a `cache_salt`.
+    A response that was not stored is found only if its request had neither an API key nor a `cache_salt`.
     """
     if named.startswith(_RESPONSE):
         record: Any = redis.get(response_key(named))
@@ -116,7 +116,7 @@ def _job_of(redis: Redis, named: str) -> str:
 
 
 def _ends_of(redis: Redis, job_id: str) -> tuple[StartedEvent, DoneEvent]:
-    """Return the first and the last event of a job."""
+    """Return a job's first and last events."""
     key = journal_key(job_id)
     first: Any = redis.xrange(key, count=1)
     last: Any = redis.xrevrange(key, count=1)

@@ -142,7 +142,7 @@ class Client:
         """Create a client for the Redis at `url` (default: the setting `redis_url`).
 
         The client connects when it sends its first command. The size limits in the settings apply to every URL.
-        Raises ValueError if `url` is not the URL of a Redis.
+        Raises ValueError if `url` is not a Redis URL.
         """
         self._url = url
         self._app = app if url is None else app_at(url)
@@ -164,7 +164,7 @@ class Client:
         """Submit a prompt to continue.
 
         With `wait`, the job is queued even if no worker serves the model. A second call with the same
-        `idempotency_key` returns the same job, for as long as its result is stored. `fairness_key` names the tenant for
+        `idempotency_key` returns the same job while the job's result is stored. `fairness_key` names the tenant for
         which the job runs (docs/fair-share.md). Raises InvalidJob, and UnknownModel if no worker serves the model.
         """
         return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, fairness_key, params)
@@ -400,13 +400,13 @@ class Client:
     ) -> object:
         """Run every row of a file or of a table in memory, as `cellama batch run` does.
 
-        `input` is a path or URL, a DataFrame of pandas or polars, a Table of pyarrow, or dictionaries or texts. For a
+        `input` is a path or URL, a pandas or polars DataFrame, a pyarrow Table, or dictionaries or texts. For a
         file, the call writes the output and returns a Summary. Otherwise it returns the rows with their results in an
-        object of the same kind, or in a list of dictionaries. Rows that fail are missing, and cause a warning. If
-        `output` is given, or `input` is a file, the same call resumes a run that was interrupted.
+        object of the same kind, or in a list of dictionaries. Failed rows are omitted, and cause a warning. If
+        `output` is given, or `input` is a file, repeating the call resumes an interrupted run.
 
-        The options of the command are keyword arguments (`as_kind` is `--as`, and `ordered=True` is `--order input`).
-        All other keyword arguments are parameters of the jobs. Raises InvalidJob or OSError. Even if the call raises,
+        The command's options are keyword arguments (`as_kind` is `--as`, and `ordered=True` is `--order input`).
+        All other keyword arguments are job parameters. Raises InvalidJob or OSError. Even if the call raises,
         finished rows are saved in the output.
         """
         with reaching_redis(self._url):
@@ -434,12 +434,11 @@ class Client:
     ) -> Iterator[Event]:
         """Yield the events of a job with a `seq` above `after`, up to and including the terminal event.
 
-        Events that were already published come first, and then new events as they arrive. The stream resumes
-        automatically after an outage of Redis of less than 15 s. With `ping`, an event of type `ping` is yielded after
-        each interval of this many seconds without an event. With `cancel_on_exit`, leaving the loop cancels the job. If
-        the job has finished and `after` is its last `seq` or higher, no event is yielded. Raises InvalidJob if `after`
-        is not a `seq`, JobTimeout if no event arrives for `timeout` seconds, StreamTrimmed if events were deleted, and
-        UnknownJob.
+        Events that were already published come first, followed by new events as they arrive. The stream resumes
+        automatically after a Redis outage of less than 15 s. With `ping`, a `ping` event is yielded whenever this many
+        seconds pass without an event. With `cancel_on_exit`, leaving the loop cancels the job. If the job has finished
+        and `after` is its last `seq` or higher, no event is yielded. Raises InvalidJob if `after` is not a `seq`,
+        JobTimeout if no event arrives for `timeout` seconds, StreamTrimmed if events were deleted, and UnknownJob.
         """
         return self._stream(EventCursor(job_id, after), timeout, ping, cancel_on_exit)
 
@@ -499,7 +498,7 @@ class Client:
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """Return up to `limit` running and waiting jobs of one model or all models, even of models without a worker."""
+        """Return up to `limit` running and waiting jobs of one or all models, including models without a worker."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
@@ -509,7 +508,7 @@ class Client:
             return tenant_shares(self._redis)
 
     def purge(self, model: str) -> int:
-        """Cancel all waiting jobs of a model, and return their number. Raises UnknownModel."""
+        """Cancel all of a model's waiting jobs, and return their number. Raises UnknownModel."""
         with reaching_redis(self._url):
             known = (*queues(live_workers(self._redis), queued_models(self._redis)), DEFAULT_MODEL)
             if model not in known and not any(self._queue_depths([model]).values()):
@@ -540,7 +539,7 @@ class Client:
             return live_workers(self._redis)
 
     def models(self) -> list[ModelView]:
-        """Return the models that workers serve, are loading, or failed to load."""
+        """Return the models that workers are serving or loading, or have failed to load."""
         return models_of(self.workers())
 
     def memory(self, worker: str | None = None) -> list[MemoryView]:
@@ -580,11 +579,10 @@ class Client:
     ) -> str:
         """Load a model on workers, and return its id when it is ready for jobs.
 
-        The model is loaded on all workers, on the workers of a `pool`, or on one `worker`. Workers that join
-        the pool later also load it. With `model_id=None`, the client derives a unique id from the name of the
-        file. `options` are the options of a `[[models]]` table in the settings. `models()` returns the workers
-        that could not load the model, with their errors. Raises UnknownWorker, JobTimeout, and JobFailed if no
-        worker could load the model.
+        The model is loaded on all workers, on the workers of a `pool`, or on one `worker`. Workers that join the pool
+        later also load it. With `model_id=None`, the client derives a unique id from the file name. `options` are the
+        options of a `[[models]]` table in the settings. `models()` returns the workers that could not load the model,
+        with their errors. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
         """
         if model_id is None:
             workers = self.workers()
@@ -616,9 +614,10 @@ class Client:
     # Workers that join the pool later do the same.
 
     def adapters(self, model_id: str) -> list[AdapterView]:
-        """Return the LoRA adapters of a model on all workers.
+        """Return a model's LoRA adapters on all workers.
 
-        If workers have different files or scales under one name, each variant has its own entry. Raises UnknownModel.
+        If workers have different files or scales under the same name, each variant has its own entry. Raises
+        UnknownModel.
         """
         workers = self.workers()
         known = {model["id"] for worker in workers for model in worker.models}
@@ -646,7 +645,7 @@ class Client:
         pool: str | None = None,
         timeout: float = ADAPTER_LOAD_TIMEOUT_S,
     ) -> None:
-        """Load a LoRA adapter of a model, and return when jobs can use it.
+        """Load a LoRA adapter for a model, and return when jobs can use it.
 
         From then on, jobs that don't choose adapters use it with this scale. With scale 0, only jobs that request the
         adapter use it. `models()` returns the workers that could not load it, with their errors. Raises UnknownModel,
@@ -660,7 +659,7 @@ class Client:
     def set_adapter_scale(
         self, model_id: str, name: str, scale: float, *, worker: str | None = None, pool: str | None = None
     ) -> None:
-        """Change the scale of an adapter in new jobs that don't choose adapters.
+        """Change an adapter's scale for new jobs that don't choose adapters.
 
         Raises the same errors as `load_adapter`.
         """
@@ -691,10 +690,10 @@ class Client:
     def cached_prefix(
         self, model: str, prompt: Prompt | None = None, *, worker: str | None = None, **params: Unpack[PrefillParams]
     ) -> list[CachedPrefix]:
-        """Return how much of a prompt, or of the `messages` of a chat, each worker has in its cache, and in which tier.
+        """Return how much of a prompt, or of a chat's `messages`, each worker has in its cache, and in which tier.
 
         The worker with the longest cached prefix comes first. The call does not wait for the engine, and
-        changes nothing. `params` are the parameters of `prefill` except `parent_key`. A text may have up to
+        changes nothing. `params` are the parameters of `prefill` except `parent_key`. A text may contain up to
         100,000 characters. Pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and
         JobFailed.
         """
@@ -710,10 +709,10 @@ class Client:
         return sorted(found, key=lambda prefix: (-prefix["cached_tokens"], prefix["worker"]))
 
     def explain_cache(self, job_id: str) -> CacheExplanation:
-        """Return how much of a finished job's prompt was reused, and why it was not more.
+        """Return how much of a finished job's prompt was reused, and why no more was reused.
 
-        `job_id` may also be the id of an answer of the gateway, such as `resp_…`, `msg_…` or `chatcmpl-…`.
-        The explanation is available for `event_ttl_s` after the end of the job. Raises UnknownJob.
+        `job_id` may also be the id of a gateway answer, such as `resp_…`, `msg_…` or `chatcmpl-…`.
+        The explanation is available for `event_ttl_s` after the job ends. Raises UnknownJob.
         """
         with reaching_redis(self._url):
             return explain(self._redis, job_id, self._text_of)
@@ -722,7 +721,7 @@ class Client:
         return self.detokenize(model, tokens).result(RESULT_TIMEOUT_S)["text"]
 
     def last_cache_hit(self, model_id: str) -> dict[str, CacheHit | None]:
-        """Return how much of the last started job's prompt was in the cache, for each worker of a model.
+        """Return how much of the most recently started job's prompt was in the cache, for each worker of a model.
 
         The value is None before the first job. The values come from the last heartbeats. Raises UnknownModel.
         """
@@ -736,7 +735,7 @@ class Client:
     def evict(
         self, model_id: str, *, worker: str | None = None, pool: str | None = None, timeout: float = EVICT_TIMEOUT_S
     ) -> None:
-        """Evict the KV states of a model from idle slots and from the RAM tier.
+        """Evict a model's KV states from idle slots and from the RAM tier.
 
         With a `cache_dir`, valuable states are first written to disk. The model stays loaded, and jobs continue. Raises
         UnknownModel, UnknownWorker, JobTimeout and JobFailed.
@@ -767,7 +766,7 @@ class Outage:
         self._since: float | None = None
 
     def clear(self) -> None:
-        """Record that Redis answers again."""
+        """Record that Redis is answering again."""
         self._since = None
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ Accepted = dict[str, float]  # worker → time on its own clock at which it acce
 
 @dataclass(frozen=True, slots=True)
 class CommandTarget:
-    """The workers that a command is for: one worker, the workers of a pool, or all workers."""
+    """The workers that a command targets: one worker, the workers of a pool, or all workers."""
 
     worker: str | None = None
     pool: str | None = None

@@ -26,7 +26,7 @@ COUNTED = tuple(name for name in Totals.__annotations__ if name != "phase")
 
 
 class ClassStats(TypedDict):
-    """The waiting jobs of one priority class in the queue of a model."""
+    """The waiting jobs of one priority class in a model's queue."""
 
     waiting: int  # jobs without a slot
     oldest_s: float  # how long the oldest job has waited
@@ -72,7 +72,7 @@ def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
 
 
 def lacks_of(workers: list[WorkerEntry], model_id: str) -> dict[str, LoadFailure]:
-    """Return the errors of workers that could not load the model or one of its adapters, by worker."""
+    """Return the errors of workers that could not load the model or one of its adapters, keyed by worker."""
     return {
         worker.name: thing["why"]
         for worker in workers
@@ -114,10 +114,10 @@ def stats(
     waiting: Mapping[str, Mapping[str, Waiting]],
     eta_s: Callable[[str, Mapping[str, Waiting]], Mapping[str, float | None]],
 ) -> Stats:
-    """Return totals over all workers, and the queues by model.
+    """Return totals over all workers, and the queues keyed by model.
 
-    `depths` contains the number of messages in each queue, and `waiting` contains the jobs without a slot by model
-    and class. `eta_s` estimates how long a new job of each class waits.
+    `depths` contains the number of messages in each queue, and `waiting` contains the jobs without a slot, grouped by
+    model and class. `eta_s` estimates how long a new job of each class will wait.
     """
     counts = {model: sum(found.num_jobs for found in classes.values()) for model, classes in waiting.items()}
     totals = _totals(workers)
@@ -162,6 +162,6 @@ def _totals(workers: list[WorkerEntry]) -> Totals:
 
 
 def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
-    """Return `:default` and all models that a worker serves or that a job waits for."""
+    """Return `:default` and all models that a worker is serving or a job is waiting for."""
     served = {entry["id"] for worker in workers for entry in worker.models}
     return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

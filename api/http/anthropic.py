@@ -1,4 +1,4 @@
-"""Recognise the requests of Anthropic's clients, and answer their errors in Anthropic's format."""
+"""Recognise requests from Anthropic's clients, and report errors in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION, KEY = "anthropic-version", "x-api-key"
 def speaks_anthropic(request: Request) -> bool:
     """Return whether the client expects answers in Anthropic's format.
 
-    Anthropic's clients send their version with each request. Some programs only send their key as `x-api-key`.
+    Anthropic's clients send their version with each request. Some programs send only their key, as `x-api-key`.
     """
     path = path_in_app(request.scope)
     if VERSION in request.headers or path == MESSAGES or path.startswith(f"{MESSAGES}/"):

@@ -60,10 +60,10 @@ CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the 
 def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
     """Return the gateway as an ASGI app, which can be served or mounted into another app.
 
-    `settings` defaults to the settings of the process. Without `access`, all requests are accepted, as if they came
-    from the same caller. Raises SettingsError.
+    `settings` defaults to the process's settings. Without `access`, all requests are accepted, as if they all came from
+    the same caller. Raises SettingsError.
 
-    The lifespan of the app resumes batches, delivers webhooks, and closes connections at the end. Servers do not run
+    The app's lifespan resumes batches, delivers webhooks, and closes connections at the end. Servers do not run
     the lifespan of a mounted app, so the outer app must do so: `async with app.router.lifespan_context(app)`.
     """
     settings, access = settings or get_settings(), access or NoKeys()
@@ -104,7 +104,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
 
 
 def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
-    """Return the middleware, outermost first. Raises SettingsError if the exporter of traces is not available."""
+    """Return the middleware, outermost first. Raises SettingsError if the trace exporter is not available."""
     return [
         Middleware(PathMiddleware, routes),
         Middleware(RequestMiddleware, gateway, routes, tracing()),
@@ -117,7 +117,7 @@ def _cors(settings: Settings) -> list[Middleware]:
 
     By default, this list of origins is empty.
 
-    Keys are sent in a header, never in a cookie, so a page can only use a key that it knows.
+    Keys are sent in a header, never in a cookie, so a page can use only a key that it knows.
     """
     if not settings.gateway_cors_origins:
         return []
@@ -147,7 +147,7 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Convert errors of the router, such as errors for unknown paths and methods."""
+    """Convert router errors, such as errors for unknown paths and methods."""
     path = f"{request.method} {request.url.path}"
     remedy = f"{_ENDPOINTS} lists the endpoints"
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
@@ -162,7 +162,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Return the methods of all routes that have the path of the request."""
+    """Return the methods of all routes that match the request's path."""
     matching = (route for route in request.app.routes if isinstance(route, Route))
     methods = (route.methods or () for route in matching if route.matches(request.scope)[0] != Match.NONE)
     return ", ".join(sorted(set(chain.from_iterable(methods))))

@@ -55,7 +55,7 @@ class Caller:
     def check_adapters(self, choice: Any) -> None:
         """Raise ApiError (403) if a body's `adapters` name a forbidden adapter, whether or not it is loaded.
 
-        Invalid values pass, because the payload of the job rejects them with a message of its own.
+        Invalid values pass, because the job's payload rejects them with its own message.
         """
         if (name := self.adapter_not_allowed(choice)) is not None:
             allowed = ", ".join(sorted(self.adapters or ())) or "none"
@@ -116,7 +116,7 @@ class Access(Protocol):
     """Authenticates and admits requests, or raises ApiError (401, 403, 429)."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller. The names in `headers` are lower case."""
+        """Return the caller. The names in `headers` are in lower case."""
         ...
 
     async def admit(self, caller: Caller) -> Admission:
@@ -130,7 +130,7 @@ class Access(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unlimited:
-    """The admission of callers that have no limits."""
+    """The admission for callers that have no limits."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class Unlimited:
 
 
 class NoKeys:
-    """Accepts every request, as if all came from one caller without a tenant.
+    """Accepts every request, as if all requests came from one caller without a tenant.
 
     Use it only on loopback or behind another app.
     """
@@ -165,7 +165,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of request
 class LoopbackOnly(NoKeys):
     """Accepts requests that are addressed to this machine by a loopback name, without a proxy in between.
 
-    The check of the name keeps out web pages whose domain resolves to 127.0.0.1 (DNS rebinding).
+    The name check keeps out web pages whose domain resolves to 127.0.0.1 (DNS rebinding).
     """
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
@@ -186,7 +186,7 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this is the name or the address of a loopback interface."""
+    """Return whether this is a loopback interface's name or address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
 """Run the gateway's background work: blocking calls in thread pools, and loops that poll for work.
 
-Each kind of blocking work has its own thread pool, so that disks, name servers and large bodies never delay the
-queueing of jobs, which uses the event loop's default executor.
+Each kind of blocking work has its own thread pool, so that disks, name servers and large bodies never delay job
+queueing, which uses the event loop's default executor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PollLoop:
             self._task = asyncio.create_task(self._run(), name=self._name, context=Context())
 
     async def close(self) -> None:
-        """Return when the current poll has finished. It is not cancelled, because it may just have taken a lease."""
+        """Return when the current poll has finished. It is not cancelled, because it may have just taken a lease."""
         self._closing.set()
         if self._task is not None:
             await self._task

@@ -99,7 +99,7 @@ class CompletionRequest(JobsRequest):
 
     @property
     def _common(self) -> dict[str, Any]:
-        """The members of the body, and of each chunk, that the request determines."""
+        """The members of the body and of each chunk that the request determines."""
         return {"service_tier": self.tier, "system_fingerprint": self.fingerprint}
 
     def _answer_id(self, running: RunningJobs) -> str:
@@ -143,7 +143,7 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:
-    """Return the content of each job. A completion may have several prompts."""
+    """Return each job's content. A completion may have several prompts."""
     several = url == COMPLETIONS and isinstance(content, list) and content and not isinstance(content[0], int)
     if not several:
         return (content,)

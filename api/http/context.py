@@ -1,4 +1,4 @@
-"""The context of a request: its caller, its charge, and the memory and the time limit for its body."""
+"""The context of a request: its caller, its charge, and its body's memory and time limit."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
 
 
 def context_of(request: Request) -> RequestContext:
-    """Return the context of the request."""
+    """Return the request's context."""
     context: RequestContext = request.state.context
     return context
 
@@ -100,7 +100,7 @@ def check_load(gateway: Gateway) -> None:
 
 
 async def caller_of(request: Request) -> Caller:
-    """Return the sender of the request. Raises ApiError: 401, 403, or 503 if there are too many requests."""
+    """Return the request's sender. Raises ApiError: 401, 403, or 503 if there are too many requests."""
     gateway = gateway_of(request)
     check_load(gateway)
     caller = await gateway.access.authenticate(request.headers)
@@ -123,8 +123,7 @@ async def charge(request: Request, caller: Caller) -> Caller:
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
     """Raise ApiError (403) if a web page from another site sends a request that changes something.
 
-    Without keys, nothing else distinguishes such a request from a request that one of the user's own programs
-    sends.
+    Without keys, nothing else distinguishes such a request from a request sent by one of the user's own programs.
     """
     if request.method in READ_ONLY_METHODS:
         return

@@ -134,13 +134,13 @@ def of_job(error: JobError) -> ApiError:
 
 
 def status_of_code(code: str) -> int:
-    """Return the HTTP status of the gateway's answer to an error with this code of a job."""
+    """Return the HTTP status with which the gateway answers a job error with this code."""
     status = meaning_of(code).http_status
     return _STATUSES.get(status, status)
 
 
 def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
-    """Return the error for an error code of a job (docs/reference/errors.md)."""
+    """Return the error for a job's error code (docs/reference/errors.md)."""
     client_message = message_for_clients(code, message)
     if client_message != message:
         log.warning("error message replaced for client", code=code, detail=message)
@@ -150,7 +150,7 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
 
 
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Convert an error of a worker, using the parameter names that the caller used (see `callers_names`).
+    """Convert a worker's error, using the parameter names that the caller used (see `callers_names`).
 
     Only the message of `invalid_request` changes.
     """

@@ -1,4 +1,4 @@
-"""The state that all endpoints of an app share: clients, the list of models, memory for bodies, and request counts."""
+"""The state that all of an app's endpoints share: clients, the model list, memory for bodies, and request counts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Cached(Generic[T]):
         self._last: tuple[float, T] | None = None  # start of the last successful fetch, and its value
 
     async def get(self, fresh_s: float = FRESH_S) -> T:
-        """Return the value. If the fetch raises an error, this raises it too, and the next caller fetches again."""
+        """Return the value. If the fetch raises an error, this call raises it, and the next caller fetches again."""
         now = self._clock()
         if self._fetching is None or (self._fetching.done() and now - self._fetched_at > fresh_s):
             self._fetched_at = now
@@ -78,7 +78,7 @@ class Cached(Generic[T]):
 
 
 class BodyMemory:
-    """Limits the memory for the bodies of requests, in total and per key. Use it only in the event loop."""
+    """Limits the memory for request bodies, in total and per key. Use it only in the event loop."""
 
     def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -93,8 +93,8 @@ class BodyMemory:
     def take(self, holder: str, num_bytes: int, held_bytes: int) -> None:
         """Reserve memory for a request that already holds `held_bytes`.
 
-        If no other request holds memory, the request is always admitted. Raises ApiError: 429 if the requests
-        of the key hold too much memory, 503 if the total is too large.
+        If no other request holds memory, the request is always admitted. Raises ApiError: 429 if the key's requests
+        hold too much memory, 503 if the total is too large.
         """
         of_key, of_all = self._of_keys[holder], self.num_bytes
         if of_key > held_bytes and of_key + num_bytes > self._max_key_bytes:
@@ -132,7 +132,7 @@ class RequestCounts:
     def count_request(
         self, route: str, method: str, status: str, first_byte_s: float | None, duration_s: float
     ) -> None:
-        """Count a request that has ended. `first_byte_s` is None if no byte of the response was sent."""
+        """Count a finished request. `first_byte_s` is None if no byte of the response was sent."""
         known = method if method in METHODS else OTHER
         self._meter.count("cellama_http_requests_total", route, known, status)
         self._meter.observe("cellama_http_request_seconds", duration_s, route)
@@ -190,7 +190,7 @@ class Gateway:
         return [view for view in views if view["status"] == "ready" and caller.may_use_model(view["id"])]
 
     async def listed_models(self, caller: Caller) -> list[ModelView]:
-        """Return the models that the caller may use, followed by their aliases under names of their own."""
+        """Return the models that the caller may use, followed by the models' aliases under their own names."""
         views = await self.models(caller)
         named = {DEFAULT_MODEL if view["default"] else view["id"]: view for view in views}
         named |= {view["id"]: view for view in views}
@@ -225,14 +225,14 @@ class Gateway:
         return await self._workers.get()
 
     async def wait_s(self, model: str, tier: str) -> float:
-        """Estimate how many seconds a new job of this service tier waits for a slot."""
+        """Estimate how many seconds a new job of this service tier will wait for a slot."""
         classes = (await self.stats())["classes"].get(model)
         return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
     async def wait_of(self, job_id: str, model: str, tier: str) -> str | None:
-        """Return the position and the estimated wait of a job as text, or None if it does not wait.
+        """Return the position and the estimated wait of a job as text, or None if the job is not waiting.
 
-        It takes one script in Redis. The estimate is derived from the cached estimate for a new job.
+        The call takes one Redis script. The estimate is derived from the cached estimate for a new job.
         """
         try:
             with reaching_redis():
@@ -254,7 +254,7 @@ class Gateway:
         return error
 
     def afterwards(self, work: Coroutine[Any, Any, object], *, until_close: bool = False) -> None:
-        """Run a coroutine to completion, even if its request is cancelled. Errors that jobs raise are ignored.
+        """Run a coroutine to completion, even if its request is cancelled. Errors raised by jobs are ignored.
 
         `close` waits for the coroutine, or cancels it if `until_close` is set.
         """
@@ -284,7 +284,7 @@ class Gateway:
 def wait_at(rank: int, classes: Mapping[str, ClassStats], name: str) -> float | None:
     """Return the estimated wait of a job behind `rank` others, or None if it is unknown.
 
-    `classes` are the waiting jobs of its model, and `name` is the class of the job.
+    `classes` are the waiting jobs of the job's model, and `name` is the job's class.
     """
     eta_s = classes[name]["eta_s"] if name in classes else None
     if eta_s is None:

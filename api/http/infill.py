@@ -62,7 +62,7 @@ class InfillRequest(JobsRequest):
 
 
 def _ending(end: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return the fields for the end of a text, from a result or the last event of its job."""
+    """Return the fields for the end of a text, from its job's result or last event."""
     word, usage = end.get("stop_sequence"), end["usage"]
     kind = "limit" if end["finish_reason"] != "stop" else "eos" if word is None else "word"
     return {
@@ -78,7 +78,7 @@ def _ending(end: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def parse_infill(parsed: ParsedRequest, model: ModelView) -> InfillRequest:
-    """Parse a body. The payload of the job validates the remaining parameters. Raises ApiError."""
+    """Parse a body. The job's payload validates the remaining parameters. Raises ApiError."""
     body = parsed.body
     prefix, prompt, suffix = (_text(body, name) for name in ("input_prefix", "prompt", "input_suffix"))
     others = {name: value for name, value in body.items() if name not in _OWN}

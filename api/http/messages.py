@@ -79,7 +79,7 @@ def with_standard_tier(parsed: ParsedRequest) -> ParsedRequest:
 
 
 def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
-    """Parse a body. The payload of the job validates the remaining parameters. Raises ApiError."""
+    """Parse a body. The job's payload validates the remaining parameters. Raises ApiError."""
     tier, is_stream, names = parsed.tier(), flag(parsed.body, "stream"), callers_names(parsed.body)
     for name, instead in _INSTEAD.items():
         if name in parsed.body:
@@ -104,7 +104,7 @@ def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
 
 
 def count_of(parsed: ParsedRequest) -> tuple[ParsedBody, int]:
-    """Parse the body of a request to count tokens, and estimate its number of tokens. Raises ApiError."""
+    """Parse the body of a token counting request, and estimate its number of tokens. Raises ApiError."""
     try:
         body = parse_counted_body(parsed.body)
         return body, tokens_of(body.messages)

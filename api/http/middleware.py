@@ -1,4 +1,4 @@
-"""Middleware around all requests, which adds their ids, contexts and spans, and counts them."""
+"""Middleware around all requests, which adds request ids, contexts and spans, and counts requests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ FAILED = 500
 class RequestMiddleware:
     """Gives each request a context and an id, and counts the request. The client may choose the id.
 
-    A POST gets a span, because it may create jobs. If the client sends `traceparent`, the parent of the span is the
-    client's span. In counts and spans, unknown paths are named `other`, and aliases have the name of their first
-    path.
+    A POST gets a span, because it may create jobs. If the client sends `traceparent`, the span's parent is the client's
+    span. In counts and spans, unknown paths are named `other`, and aliases use the name of their first path.
     """
 
     def __init__(

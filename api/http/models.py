@@ -34,7 +34,7 @@ async def models(request: Request) -> Response:
 
 
 def _anthropic_page(request: Request, views: list[ModelView]) -> dict[str, Any]:
-    """Return the requested page of models. The model that was loaded last comes first. Raises ApiError."""
+    """Return the requested page of models. The most recently loaded model comes first. Raises ApiError."""
     query = request.query_params
     states = query.getlist("lifecycle") + query.getlist("lifecycle[]")
     served = [] if states and _ACTIVE not in states else views
@@ -73,7 +73,7 @@ def _model_object(view: ModelView) -> dict[str, Any]:
 
 
 async def root(request: Request) -> Response:
-    """Handle `GET /`. Browsers are redirected to the console. Clients see that the gateway runs and what it serves."""
+    """Handle `GET /`. Browsers are redirected to the console. Clients receive the gateway's API paths."""
     console = "/console"
     has_console = any(getattr(route, "path", "") == console for route in request.app.routes)
     if has_console and "text/html" in request.headers.get("accept", ""):

@@ -1,4 +1,4 @@
-"""Parse requests: the caller, the JSON body within its limits, common parameters, and pages of lists."""
+"""Parse requests: the caller, the JSON body within its limits, common parameters, and list pages."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ class ParsedRequest:
         return f"{tenant}{SCOPE_SEPARATOR}{salt}"
 
     def params_of_caller(self) -> dict[str, Any]:
-        """Return the parameters of a job that depend on the caller: its priority, its scope and its tenant.
+        """Return a job's parameters that depend on the caller: its priority, its scope and its tenant.
 
-        They are arguments of the client's methods. Raises ApiError.
+        These parameters are arguments of the client's methods. Raises ApiError.
         """
         scope = self.scope()
         return {"priority": TIERS[self.tier()], "fairness_key": self.fairness_key()} | (
@@ -112,7 +112,7 @@ class ParsedRequest:
 
     @property
     def light_options(self) -> dict[str, Any]:
-        """The arguments of the client's method for a job that needs no slot, so that it has a high priority."""
+        """Arguments of the client's method for a job that needs no slot, which give the job a high priority."""
         return {"wait": True, "priority": self.caller.light_priority, "fairness_key": self.fairness_key()}
 
     def fairness_key(self) -> str | None:
@@ -132,7 +132,7 @@ class ParsedRequest:
         return next((user for user in users if isinstance(user, str) and user), None)
 
     def name_of(self, model: ModelView) -> str:
-        """Return the model's name for the job.
+        """Return the model name for the job.
 
         The name stays "default" if the body names no model or the default model, which is chosen when the job
         runs.
@@ -155,7 +155,7 @@ class PageQuery:
 
     @classmethod
     def of(cls, query: Mapping[str, str], default_limit: int, max_limit: int) -> PageQuery:
-        """Parse the query of a URL. Raises ApiError."""
+        """Parse a URL's query. Raises ApiError."""
         limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= max_limit):
             raise ApiError(400, f"limit is {limit[:40]!r}; it must be a number from 1 to {max_limit}", param="limit")
@@ -175,7 +175,7 @@ class PageQuery:
 
 
 def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ApiError if any member of the object has an unknown name."""
+    """Raise ApiError if the object has a member with an unknown name."""
     for name in values:
         if name not in known:
             raise ApiError(400, f"unknown parameter {shorten(name)}; known parameters: {', '.join(known)}", param=name)
@@ -252,7 +252,7 @@ async def _parts(request: Request, limit: int, caller: Caller, context: RequestC
 
 
 def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
-    """Parse the body as an object. Return the object, and an approximate number of values in it. Raises ApiError."""
+    """Parse the body as an object. Return the object and its approximate number of values. Raises ApiError."""
     raw = b"".join(parts)
     num_values = count_values(raw, MAX_VALUES)
     if num_values > MAX_VALUES:
@@ -283,7 +283,7 @@ _IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in chunks, s
 def count_values(raw: bytes, limit: int) -> int:
     """Return the number of values in a JSON text, or an upper bound if the bound does not exceed the limit.
 
-    Counting stops as soon as the limit is exceeded. Strings are only skipped if their commas and brackets could
+    Counting stops as soon as the limit is exceeded. Strings are skipped only if their commas and brackets could
     matter.
     """
     num_marks = sum(map(raw.count, (b",", b"[", b"{")))
@@ -325,19 +325,19 @@ def tokens_of(*contents: Any) -> int:
 
 
 def count(value: Any, default: int) -> int:
-    """Return a positive number from the body, or the default. The payload of the job rejects invalid values later."""
+    """Return a positive number from the body, or the default. The job's payload rejects invalid values later."""
     return value if type(value) is int and value > 0 else default
 
 
 def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
-    """Return the default of max_tokens, which is the context length, or less if logprobs limit it."""
+    """Return the default for max_tokens, which is the context length, or less if logprobs limit it."""
     per_token = count(params.get("n"), 1) * (count(params.get("logprobs"), 0) + 1)
     max_tokens = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
     return max(1, min(model.get("ctx_per_slot") or MIN_TOKENS, max_tokens))
 
 
 def within_limit(limit: int | None, max_tokens: int, num_answers: int = 1) -> int:
-    """Return the default of max_tokens for a caller with a limit.
+    """Return the default for max_tokens if the caller has a limit.
 
     All answers of the request together may use a quarter of the limit, so that one request does not exhaust it.
     """

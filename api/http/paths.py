@@ -17,7 +17,7 @@ def canonical_path(path: str, names: Iterable[str]) -> str:
     """Return the path of the endpoint that the client means.
 
     `names` are the first segments of paths after `/v1`. These paths are also found without `/v1`, and with a repeated
-    `/v1`. Slashes at the end and repeated slashes at the start are ignored.
+    `/v1`. Trailing slashes and repeated leading slashes are ignored.
     """
     if path == _CONSOLE or path.startswith(f"{_CONSOLE}/"):
         return path
@@ -30,7 +30,7 @@ def canonical_path(path: str, names: Iterable[str]) -> str:
 
 
 def path_in_app(scope: Scope) -> str:
-    """Return the path of a request without the path under which the app is mounted."""
+    """Return a request's path without the path under which the app is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 

@@ -1,4 +1,4 @@
-"""Run the jobs of a request, from queueing to their results. Disconnecting cancels them."""
+"""Run a request's jobs from queueing to their results. Disconnecting cancels the jobs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Call = Callable[[str | None], Awaitable[AsyncJob[Any]]]  # queues a job under an
 
 
 class RunningJobs:
-    """Runs the jobs of one request, which has one job or one job per prompt. Use it with `async with`.
+    """Runs one request's jobs: a single job, or one job per prompt. Use it with `async with`.
 
     Closing cancels jobs that have not finished, unless the request has an idempotency key. In that case, the client is
     expected to repeat the request.
@@ -59,10 +59,10 @@ class RunningJobs:
         has_usage: bool = True,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """Take over the charge of the request. `model` is the model's name in the jobs.
+        """Take over the request's charge. `model` is the model's name in the jobs.
 
-        Jobs that don't report their usage are charged for the estimated tokens. `names` maps parameters of the
-        jobs to the names that the caller used. It is needed for errors that a worker reports.
+        Jobs that don't report their usage are charged for the estimated tokens. `names` maps job parameters to the
+        names that the caller used. The mapping is needed for errors that a worker reports.
         """
         self.parsed = parsed
         self.model = model
@@ -133,7 +133,7 @@ class RunningJobs:
             )
 
     async def failed(self, error: ApiError) -> ApiError:
-        """Convert the error of a job into the error for the client."""
+        """Convert a job's error into the error for the client."""
         error = of_worker(error, self.names)
         if error.code == "unknown_adapter" and self.parsed.caller.adapters is not None:  # it lists others' adapters
             error = ApiError(
@@ -155,7 +155,7 @@ class RunningJobs:
                 yield index, event
 
     async def events_and_failures(self, ping_s: float = math.inf) -> AsyncGenerator[IndexedEvent, None]:
-        """Yield the same as `events`, but yield the failure of a job as an event instead of raising it."""
+        """Yield the same as `events`, but yield a job's failure as an event instead of raising it."""
         streams = [job.stream(timeout=math.inf, ping=ping_s) for job in self.jobs]
         async with aclosing(_merged(streams)) as events:
             async for index, event in events:
@@ -167,7 +167,7 @@ class RunningJobs:
                 yield index, event
 
     async def keep_alive(self, index: int) -> bytes:
-        """Return the comment for a ping of a job. While the job waits, the comment has its position."""
+        """Return the comment for a job's ping. While the job is waiting, the comment contains its position."""
         if self._last_seqs.get(index, -1) >= 0:
             return keep_alive()
         return keep_alive(await self.parsed.gateway.wait_of(self.jobs[index].id, self.model, self.tier))
@@ -181,13 +181,12 @@ class RunningJobs:
         with_failures: bool = False,
         media_type: str = EVENT_STREAM,
     ) -> EventStream:
-        """Return a streamed response. Closing this response also closes the jobs.
+        """Return a streamed response. Closing the response also closes the jobs.
 
-        `frames_of` converts the events into frames of this media type, and `error_frame` makes the last frame after
-        an error.
-        With `waits`, the method returns after the first event, so that errors that a worker finds immediately
-        are returned with their HTTP status. With `with_failures`, the failure of a job is passed on as an
-        event. Raises ApiError or ClientDisconnect.
+        `frames_of` converts the events into frames of this media type, and `error_frame` creates the last frame after
+        an error. With `waits`, the method returns after the first event, so that errors that a worker finds immediately
+        are returned with their HTTP status. With `with_failures`, a job's failure is passed on as an event. Raises
+        ApiError or ClientDisconnect.
         """
         keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
         events = self.events_and_failures(keepalive_s) if with_failures else self.events(keepalive_s)
@@ -220,8 +219,8 @@ class RunningJobs:
     async def wait(self) -> int:
         """Wait until all jobs have finished. Return the number of reasoning tokens in their events. Raises ApiError.
 
-        A result is stored longer than the events. If a request is repeated with its idempotency key after a
-        day, the events have therefore expired.
+        A result is stored longer than the events. The events have therefore expired if a request is repeated with its
+        idempotency key after a day.
         """
         num_tokens = 0
         try:
@@ -243,7 +242,7 @@ class RunningJobs:
     async def close(self) -> None:
         """Cancel unfinished jobs and settle the charge, even if the request is cancelled.
 
-        It is safe to call this repeatedly.
+        It is safe to call this method repeatedly.
         """
         if self._is_closed:
             return
@@ -302,12 +301,12 @@ class JobsRequest(ABC):
 
     @property
     def num_jobs(self) -> int:
-        """The number of texts that the jobs generate."""
+        """The number of texts that the jobs will generate."""
         return 1
 
     @property
     def num_tokens(self) -> int:
-        """The estimated number of tokens that the jobs prefill and generate."""
+        """The estimated number of tokens that the jobs will prefill and generate."""
         return self.prompt_tokens + self.num_jobs * count(self.params["max_tokens"], 1)
 
     @abstractmethod
@@ -320,7 +319,7 @@ class JobsRequest(ABC):
 
     @abstractmethod
     async def body(self, running: RunningJobs) -> dict[str, Any]:
-        """Return the body of the response to a request without streaming."""
+        """Return the response body for a request without streaming."""
 
     @abstractmethod
     def frames(self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
@@ -357,7 +356,7 @@ async def run_one(
     *,
     has_usage: bool = True,
 ) -> tuple[Any, dict[str, str]]:
-    """Run one job, and return its result and the headers of the response.
+    """Run one job, and return its result and the response headers.
 
     Raises ApiError, InvalidJob and ClientDisconnect.
     """

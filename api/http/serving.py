@@ -1,4 +1,4 @@
-"""Serve the gateway with uvicorn, in a process of its own."""
+"""Serve the gateway with uvicorn, in a separate process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .keys import key_access
 def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol with a timeout for the head of each request.
 
-    A connection is closed if the head of its first request takes longer than `head_timeout_s`. For later requests,
-    the time starts with the first byte of the head. If a request is answered early, the rest of its body has the
-    same time limit.
+    A connection is closed if its first request's head takes longer than `head_timeout_s`. For later requests, the
+    timeout starts at the first byte of the head. If a request is answered early, the same time limit applies to the
+    rest of its body.
     """
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -26,7 +26,10 @@ def frame(data: Any, event: str | None = None) -> bytes:
 
 
 def keep_alive(wait: str | None = None) -> bytes:
-    """Return a comment that keeps a stream open. While its job waits, the comment is the text of `Gateway.wait_of`."""
+    """Return a comment that keeps a stream open.
+
+    While its job is waiting, the comment is the text of `Gateway.wait_of`.
+    """
     return f": {wait or 'keep-alive'}\n\n".encode()
 
 
@@ -52,7 +55,7 @@ async def with_errors(
 class EventStream(StreamingResponse):
     """A streamed response. It calls `close` once when it ends, for example when the client disconnects.
 
-    The next frame is requested when the server has accepted the previous frame.
+    The next frame is requested after the server has accepted the previous frame.
     """
 
     def __init__(

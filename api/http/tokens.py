@@ -1,4 +1,4 @@
-"""The endpoints that tokenize and detokenize. Their jobs need no slot, so they have the caller's highest priority."""
+"""The tokenizing and detokenizing endpoints. Their jobs need no slot, so they have the caller's highest priority."""
 
 from __future__ import annotations
 

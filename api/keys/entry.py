@@ -36,7 +36,7 @@ _SECRET_ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class KeyText:
-    """A complete key with its secret, which only the key's owner has."""
+    """A complete key with its secret, which only the key's owner knows."""
 
     id: str
     text: str = field(repr=False)
@@ -47,7 +47,7 @@ class KeyText:
         return "sha256:" + hashlib.sha256(self.text.encode("ascii")).hexdigest()
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether the key has this digest, comparing in constant time."""
+        """Return whether the key has this digest, using a constant-time comparison."""
         return hmac.compare_digest(self.digest, digest)
 
 
@@ -141,7 +141,7 @@ class KeyEntry(BaseModel):
         return None if names is None else sorted(names)
 
     def state(self, now: float) -> State:
-        """Return the state of the key at this time (Unix seconds)."""
+        """Return the key's state at this time (Unix seconds)."""
         if self.revoked_at is not None:
             return "revoked"
         return "expired" if _has_passed(self.expires_at, now) else "active"

@@ -55,7 +55,7 @@ async def revoke_key(store: KeyStore, key_id: str) -> KeyLookup:
 
 
 def seconds_of(lifetime: str) -> float:
-    """Return the seconds of a lifetime such as 30m, 12h, 90d or 4w. Raises InvalidKeyField."""
+    """Return the number of seconds in a lifetime such as 30m, 12h, 90d or 4w. Raises InvalidKeyField."""
     found = re.fullmatch(r"([1-9]\d{0,3})([mhdw])", lifetime, re.ASCII)
     if found is None:
         raise InvalidKeyField(f"invalid duration {lifetime[:40]!r}; use for example 30m, 12h, 90d or 4w")
@@ -63,7 +63,7 @@ def seconds_of(lifetime: str) -> float:
 
 
 def as_toml(entry: KeyEntry) -> str:
-    """Return the entry of a key in a keys file."""
+    """Return a key's entry for a keys file."""
     lines = ["[[keys]]"]
     for name, value in entry.model_dump(exclude_none=True).items():
         if isinstance(value, datetime):

@@ -1,4 +1,4 @@
-"""Store API keys in a file or in Redis. Nothing is cached, so changes apply from the next request on."""
+"""Store API keys in a file or in Redis. Nothing is cached, so changes apply from the next request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KeyFile:
         self._entries = read_keys(path)
 
     def entries(self) -> dict[str, KeyEntry]:
-        """Return the keys by id."""
+        """Return the keys, keyed by id."""
         version = self._file_version()
         if version != self._version:
             self._version = version
@@ -63,7 +63,7 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Read the keys in a file, and return them by id. Raises SettingsError with all problems in the file."""
+    """Read the keys in a file, and return them keyed by id. Raises SettingsError with all problems in the file."""
     try:
         text = path.read_text(encoding="utf-8")
         values: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -114,8 +114,7 @@ class KeyStore:
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
         """Create a store.
 
-        If a file is given, only its keys exist, and Redis is only used for its clock and for the times of last
-        use.
+        If a file is given, only its keys exist, and Redis is used only for its clock and for last-used times.
         """
         self._redis = redis
         self._file = file
@@ -143,7 +142,7 @@ class KeyStore:
         return [KeyLookup(entry=entry, used_at=_time(at), now=now, num_keys=num_keys) for entry, at in pairs]
 
     async def record_uses(self, uses: Sequence[KeyLookup]) -> list[None]:
-        """Store the current time as the keys' time of last use."""
+        """Store the current time as the keys' last-used time."""
         times: dict[Any, Any] = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(api_keys_used_key(), mapping=times)
@@ -154,7 +153,7 @@ class KeyStore:
         return [None] * len(uses)
 
     async def _forget_gone(self, now: float) -> None:
-        """Delete the times of last use of deleted keys.
+        """Delete the last-used times of deleted keys.
 
         A key that this gateway does not know may be in the file of another gateway, so only old times are
         deleted.
@@ -184,7 +183,7 @@ class KeyStore:
         return sorted(found, key=_age)
 
     async def now(self) -> datetime:
-        """Return the time of Redis' clock."""
+        """Return the time from Redis' clock."""
         time: Any = await self._redis.time()
         return datetime.fromtimestamp(int(seconds_of(time)), UTC)
 

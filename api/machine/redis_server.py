@@ -50,11 +50,11 @@ class RedisServerError(Exception):
 
 
 class PortTaken(RedisServerError):
-    """Another program listens on the port."""
+    """Another program is listening on the port."""
 
 
 def find_redis_binary() -> Path:
-    """Return the path of the Valkey from the extra `embedded`, or else of the system's Redis.
+    """Return the path of Valkey from the extra `embedded`, or else of the system's Redis.
 
     Raises RedisServerError.
     """
@@ -76,7 +76,7 @@ def _installation_hint() -> str:
 
 
 def free_port() -> int:
-    """Return a free TCP port on loopback. Raises PortTaken if all are used.
+    """Return a free TCP port on loopback. Raises PortTaken if all ports are in use.
 
     The port is outside the range from which the system assigns ports to connections, so no connection can take it.
     """
@@ -88,7 +88,7 @@ def free_port() -> int:
 
 
 def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
-    """Raise PortTaken if a program listens on the port, or if it can't be opened on this address."""
+    """Raise PortTaken if a program is listening on the port, or if the port can't be opened on this address."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as probe:

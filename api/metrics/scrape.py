@@ -1,4 +1,4 @@
-"""Read the metrics of queues, leases, bulk runs and tenants from Redis, at most once a second."""
+"""Read metrics about queues, leases, bulk runs and tenants from Redis, at most once a second."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
 
 
 def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
-    """Add the queues of `:default`, of models that workers serve, and of models that have waiting or running jobs.
+    """Add the queues for `:default`, models that workers serve, and models that have waiting or running jobs.
 
     Return whether queues were omitted because of the limits. Raises RedisError.
     """
@@ -202,7 +202,7 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
 
 
 def _late(first: list[tuple[bytes, float]], now: float) -> float:
-    """Return the seconds since the time of the first entry, or 0 if this time is in the future or there is no entry."""
+    """Return the seconds since the first entry's time, or 0 if this time is in the future or there is no entry."""
     return max(0.0, now - first[0][1]) if first else 0.0
 
 
@@ -251,7 +251,7 @@ def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
 def add_shares(redis: Redis, figures: Figures) -> bool:
     """Add the fairness keys with the most service in the last hour, and the sums of all others as `other`.
 
-    Return whether there are others. Raises RedisError.
+    Return whether other keys exist. Raises RedisError.
     """
     shares = tenant_shares(redis)
     for index, share in enumerate(shares):

@@ -1,4 +1,4 @@
-"""Convert results and events of jobs into Ollama's answers, and models into its lists."""
+"""Convert job results and events into Ollama's answers, and models into its lists."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class AnswerForm:
         return {"model": self.model, "created_at": now(), **said, "done": False, **reported}
 
     def whole(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole answer for the result of a job."""
+        """Return the whole answer for a job's result."""
         message = result.get("message", {"content": result.get("text", "")})
         calls = message.get("tool_calls") or ()
         part = self.part(message["content"], message.get("reasoning") or "", calls, result.get("logprobs"))
         return {**part, **end_of(result)}
 
     def parts(self, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the parts of a stream for an event of the job."""
+        """Yield the parts of a stream for a job event."""
         kind = event["type"]
         if kind == "ping":
             yield self.part()  # clients expect an object in each line, so an empty part keeps the connection open
@@ -69,7 +69,7 @@ class AnswerForm:
 def end_of(end: Mapping[str, Any]) -> dict[str, Any]:
     """Return the members that end an answer: its reason, and the measured counts and durations in nanoseconds.
 
-    The time in the queue is reported as the time of loading. A job that timed out is reported as cut off.
+    The queue time is reported as the loading time. A job that timed out is reported as cut off.
     """
     timings, usage = end.get("timings", {}), end["usage"]
     total, queued = timings.get("duration_ms") or 0.0, timings.get("queue_ms") or 0.0
@@ -170,7 +170,7 @@ def shown(view: ModelView) -> dict[str, Any]:
 
 
 def details_of(view: ModelView) -> dict[str, Any]:
-    """Return the details of a model's file."""
+    """Return the details of a model file."""
     architecture = view.get("architecture") or ""
     return {
         "parent_model": "",
@@ -189,7 +189,7 @@ def capabilities_of(view: ModelView) -> list[str]:
 
 
 def size_text(num_params: int) -> str:
-    """Return a number of parameters as a text such as 7.2B."""
+    """Return a parameter count as text, such as 7.2B."""
     for size, unit in _UNITS:
         if num_params >= size:
             return f"{num_params / size:.1f}{unit}"

@@ -1,4 +1,4 @@
-"""Convert Ollama's request bodies into parameters of jobs, using the tables in `parameters`.
+"""Convert Ollama's request bodies into job parameters, using the tables in `parameters`.
 
 Functions raise InvalidJob.
 """
@@ -30,7 +30,7 @@ _DURATION = re.compile(
 class ParsedOllamaBody:
     """A job that was read from a body. `params` excludes the model and the content, which is a prompt or messages.
 
-    An empty content asks whether the model is loaded, and needs no job. `names` maps parameters of the job to the
+    Empty content asks whether the model is loaded, and needs no job. `names` maps job parameters to the
     caller's names.
     """
 
@@ -76,7 +76,7 @@ def parse_generate(body: Mapping[str, Any], *, has_template: bool) -> ParsedOlla
 
 
 def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]:
-    """Return the texts and the parameters of a job that embeds. An empty text asks whether the model is loaded."""
+    """Return the texts and the parameters of an embedding job. An empty text asks whether the model is loaded."""
     given = set_parameters(body, PARAMETERS[url])
     check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
@@ -98,7 +98,7 @@ def check_keep_alive(value: Any) -> None:
 
 
 def unloads(keep_alive: Any) -> bool:
-    """Return whether a valid `keep_alive` asks to unload the model immediately."""
+    """Return whether a valid `keep_alive` requests immediate unloading of the model."""
     if isinstance(keep_alive, str):
         return not any(digit in keep_alive for digit in "123456789")
     return keep_alive is not None and keep_alive == 0
@@ -112,7 +112,7 @@ def _is_duration(text: str) -> bool:
 
 
 def _params(given: Mapping[str, Any], url: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters of a job that generates, and the caller's names for them."""
+    """Return the parameters of a generating job, and the caller's names for them."""
     check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
     names = _take_options(params, given.get("options", {}))
@@ -147,12 +147,12 @@ def _take_options(params: dict[str, Any], options: Any) -> dict[str, str]:
 
 
 def _is_default(option: str, value: Any) -> bool:
-    """Return whether the value of an option means that the parameter of the job is not set."""
+    """Return whether the value of an option means that the job parameter is not set."""
     return type(value) is int and option == "num_predict" and value < 0
 
 
 def _converted(option: str, value: Any) -> Any:
-    """Return the value of the parameter of the job, or None if the parameter must not be set."""
+    """Return the value of the job parameter, or None if the parameter must not be set."""
     if type(value) is int and option == "seed":
         return seed_of_job(value)
     if type(value) is int and value < 0:

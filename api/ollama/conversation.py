@@ -1,4 +1,4 @@
-"""Convert Ollama's messages into messages of jobs. Functions raise InvalidJob."""
+"""Convert Ollama's messages into job messages. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MEMBERS = {  # Ollama's name → name in messages of jobs. Other members are ig
 
 
 def messages_of(messages: list[Any]) -> list[Any]:
-    """Return the messages of a job. Members with a wrong type stay unchanged, because the payload rejects them.
+    """Return a job's messages. Members with a wrong type stay unchanged, because the payload rejects them.
 
-    Calls and results in Ollama's format often have no ids. They get ids here, because chat templates need them.
+    Calls and results in Ollama's format often have no ids, so they are assigned the ids that chat templates need.
     """
     ids = _CallIds()
     return [_message(message, f"messages.{index}", ids) for index, message in enumerate(messages)]
 
 
 class _CallIds:
-    """Gives ids to calls without an id, and to the results of these calls.
+    """Assigns ids to calls without an id, and to the results of these calls.
 
-    The ids depend only on the number of calls before them, so a conversation that grows keeps its ids. They have nine
-    characters, because some chat templates accept no others.
+    The ids depend only on the number of calls before them, so a growing conversation keeps its ids. They have nine
+    characters, because some chat templates accept no other length.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Define how each of Ollama's parameters and options is handled. The documentation is generated from these tables.
 
-A parameter that is not in a table must be a parameter of jobs (docs/reference/parameters.md). Otherwise it is rejected.
+A parameter that is not in a table must be a job parameter (docs/reference/parameters.md). Otherwise it is rejected.
 An option that is not in `OPTIONS` is rejected.
 """
 

@@ -16,7 +16,7 @@ _BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")  # the text of a token whose
 
 
 def fingerprint_of(digest: str) -> str:
-    """Return the `system_fingerprint` of answers by a model, from the SHA-256 of its file."""
+    """Return the `system_fingerprint` of a model's answers, from the SHA-256 of its file."""
     return f"fp_{digest[:12]}"
 
 
@@ -102,7 +102,7 @@ def _choice(kind: str, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the assistant's message. The field for reasoning is named as in DeepSeek's API and llama-server."""
+    """Return the assistant's message. The reasoning field has the same name as in DeepSeek's API and llama-server."""
     calls, reasoning = message.get("tool_calls") or [], message.get("reasoning")
     content = message["content"] or (None if calls else "")
     answer: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -1,4 +1,4 @@
-"""Convert OpenAI's request bodies into parameters of jobs, using the tables in `parameters`.
+"""Convert OpenAI's request bodies into job parameters, using the tables in `parameters`.
 
 Functions raise InvalidJob.
 """
@@ -26,7 +26,7 @@ _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, 
 
 
 def params_of_body(url: Any, body: Any, known: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """Convert a body into the parameters of a job that does not stream, including its model.
+    """Convert a body into parameters of a job that does not stream, including its model.
 
     An error for an unknown `url` names the `known` ones.
     """
@@ -120,7 +120,7 @@ def _message(index: int, message: Any) -> Any:
 def _reply(members: Mapping[str, Any]) -> dict[str, Any]:
     """Return a reply that a client sends back, without the members that clients add to the replies that they receive.
 
-    Examples are `parsed` and `annotations`. A refusal is text of the reply.
+    Examples are `parsed` and `annotations`. A refusal becomes the reply's text.
     """
     kept = {name: value for name, value in members.items() if name in _CONTENT_OF_REPLIES}
     kept |= {name: members[name] for name in _NOT_READABLE if members.get(name)}  # the payload rejects them

@@ -17,8 +17,8 @@ class CallProgress:
     def of(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         """Yield the pieces of calls in an event.
 
-        Pieces of a call whose start is missing are dropped. An older worker has written the start without pieces, and
-        the call follows at the end.
+        Pieces of a call whose start is missing are dropped. In that case, an older worker wrote the start without
+        pieces, and the call follows at the end.
         """
         for delta in event.get("tool_call_deltas", ()):
             if "id" not in delta and delta["index"] not in self._sent:
@@ -27,9 +27,9 @@ class CallProgress:
             yield delta
 
     def rest(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[Delta]:
-        """Yield what is missing of the finished calls: whole calls, or the end of a call.
+        """Yield the missing parts of the finished calls: whole calls, or the end of a call.
 
-        Calls that no grammar enforces are only known at the end. Events of older workers have no pieces at all.
+        Calls that no grammar enforces are known only at the end. Events from older workers contain no pieces at all.
         """
         for number, call in enumerate(calls):
             arguments, sent = call["function"]["arguments"], self._sent.get(number)

@@ -92,7 +92,7 @@ class Chunks:
         return made
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return the last chunk, which contains the usage, if the request asks for it."""
+        """Return the last chunk, which contains the usage, if the request asks for usage."""
         if not self.include_usage:
             return []
         return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]
@@ -124,7 +124,7 @@ class Chunks:
 
 
 def _call_delta(delta: Delta) -> dict[str, Any]:
-    """Return a piece of a call in OpenAI's format. The first piece has the id, the type and the name."""
+    """Return a piece of a call in OpenAI's format. The first piece includes the id, the type and the name."""
     call: dict[str, Any] = {"index": delta["index"], "function": {"arguments": delta["arguments"]}}
     if "id" in delta:
         call |= {"id": delta["id"], "type": "function"}

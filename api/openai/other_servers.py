@@ -1,4 +1,4 @@
-"""Convert parameters and values of vLLM and llama-server into parameters of jobs. Functions raise InvalidJob.
+"""Convert parameters and values of vLLM and llama-server into job parameters. Functions raise InvalidJob.
 
 The rules are in `OTHER_SERVERS` (parameters.py). They apply to all endpoints that generate text.
 """
@@ -26,9 +26,9 @@ _HARMLESS_STRUCTURED = ("disable_fallback", "disable_any_whitespace", "disable_a
 
 
 def convert(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters of a body under names and with values of jobs. `rules` are those of the endpoint.
+    """Return a body's parameters with the names and values that jobs use. `rules` are the endpoint's rules.
 
-    Parameters with a rule of the endpoint keep their names. Null values must have been removed.
+    Parameters that have an endpoint rule keep their names. Null values must already be removed.
     """
     converted = {name: _value(name, value) for name, value in given.items()}
     if converted.get("max_output_tokens") == -1:
@@ -73,7 +73,7 @@ def set_effort(params: dict[str, Any], effort: Any, name: str = "reasoning_effor
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return the value of a parameter with this meaning in jobs."""
+    """Return the value that has this meaning in jobs."""
     if type(value) is float and value.is_integer() and abs(value) < _MAX_WHOLE:
         value = int(value)  # clients in JavaScript or with dynamic types write 10.0
     if name == "logit_bias":
@@ -90,7 +90,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def seed_of_job(value: int) -> int | None:
-    """Return a seed of the range that jobs have, or None for a random seed. Raises InvalidJob."""
+    """Return a seed in the range that jobs accept, or None for a random seed. Raises InvalidJob."""
     if value in _RANDOM_SEEDS:
         return None
     if not -(2 ** (_SEED_BITS - 1)) <= value < 2 ** (_SEED_BITS - 1):
@@ -112,7 +112,7 @@ def _bias(bias: Any) -> Any:
 
 
 def _take_template_args(params: dict[str, Any], value: Any, name: str) -> None:
-    """Merge vLLM's arguments of the template with `template_args`. The switch for thinking is a parameter of jobs."""
+    """Merge vLLM's template arguments with `template_args`. The thinking switch is a job parameter."""
     explicit = params.get("template_args", {})
     if not isinstance(value, dict):
         raise InvalidJob(f"{name} is {shorten(value)}; it must be an object")
@@ -136,7 +136,7 @@ def _take_guided(params: dict[str, Any], value: Any, name: str) -> None:
 
 
 def _constrain(params: dict[str, Any], kind: str, value: Any, name: str) -> None:
-    """Set the parameter for a constraint of the text."""
+    """Set the parameter for a text constraint."""
     if kind == "json_object":
         kind, value = "json", {"type": "object"}
     if kind == "json":

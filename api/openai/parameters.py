@@ -1,7 +1,7 @@
 """Define how each of OpenAI's parameters is handled.
 
 The documentation is generated from these tables, one per endpoint. A parameter that is not in a table must be a
-parameter of jobs (docs/reference/parameters.md). Otherwise it is rejected.
+job parameter (docs/reference/parameters.md). Otherwise it is rejected.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ParameterRule:
 
 
 def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a mapping from parameters of jobs to the caller's names for them. Error messages need these names.
+    """Return a mapping from job parameters to the caller's names for them. Error messages need these names.
 
-    A parameter that the body gives under its name in jobs is not renamed.
+    A parameter that the body already gives under its job name is not renamed.
     """
     names = {
         rule.to: name
@@ -49,7 +49,7 @@ def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -
 
 
 def names_of_other_servers(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a mapping from parameters of jobs to names of vLLM and llama-server that the body contains."""
+    """Return a mapping from job parameters to names of vLLM and llama-server that the body contains."""
     given = [name for name in body if name in OTHER_SERVERS and name not in rules]
     return {rule.to: name for name in given if (rule := OTHER_SERVERS[name]).to and rule.to not in body}
 
@@ -63,7 +63,7 @@ def with_callers_names(message: str, names: Mapping[str, str]) -> tuple[str, str
     """Replace the name of a parameter in an error message with the caller's name. Return the message and this name.
 
     The returned name is None if the message does not name a parameter. A regular expression finds the name, because
-    errors of workers reach the gateway as text.
+    worker errors reach the gateway as text.
     """
     found = _NAMED.match(message)
     if found is None:

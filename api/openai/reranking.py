@@ -13,7 +13,7 @@ KNOWN = ("model", "query", "documents", "top_n", "truncate", "return_documents",
 
 
 def params_of_rerank(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the job, except the model. Raises InvalidJob."""
+    """Return the job's parameters, except the model. Raises InvalidJob."""
     for name in body:
         if name not in KNOWN:
             raise InvalidJob(f"unknown parameter {shorten(name)}; known parameters: {', '.join(KNOWN)}")
@@ -35,7 +35,7 @@ def returns_documents(body: Mapping[str, Any]) -> bool:
 
 
 def ranking_of(result: Mapping[str, Any], documents: Sequence[Any] | None) -> dict[str, Any]:
-    """Return the body of a response. With `documents`, the results repeat them."""
+    """Return the response body. If `documents` are given, the results repeat them."""
     results = [
         {"index": ranked["index"], "relevance_score": ranked["score"]}
         | ({} if documents is None else {"document": {"text": documents[ranked["index"]]}})

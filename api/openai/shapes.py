@@ -30,21 +30,21 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_CHARS 
 
 
 class TextContentPart(TypedDict):
-    """A text of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(TypedDict):
-    """A refusal of the model, which counts as text."""
+    """A refusal from the model, which counts as text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class SentToolCall(TypedDict):
-    """A tool call of the model that a client sends back."""
+    """A tool call from the model that a client sends back."""
 
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
@@ -62,7 +62,7 @@ class SystemMessage(TypedDict):
 
 
 class UserMessage(TypedDict):
-    """A message of the user."""
+    """A user message."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -72,7 +72,7 @@ class UserMessage(TypedDict):
 
 
 class SentReply(TypedDict):
-    """A message of the model that a client sends back. Members that clients add, such as `parsed`, are ignored."""
+    """A message from the model that a client sends back. Members that clients add, such as `parsed`, are ignored."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[TextContentPart | RefusalPart] | None]
@@ -97,7 +97,7 @@ SentMessage = SystemMessage | UserMessage | SentReply | ToolMessage
 
 
 class StreamOptions(TypedDict, total=False):
-    """Options of a stream. They require `stream: true`."""
+    """Stream options, which require `stream: true`."""
 
     include_usage: bool | None
 
@@ -160,7 +160,7 @@ class AllowedTools(TypedDict):
 
 
 class StructuredOutputs(TypedDict, total=False):
-    """One constraint of the text, as in vLLM."""
+    """One constraint on the text, as in vLLM."""
 
     json: dict[str, Any] | str | None
     regex: str | None
@@ -210,14 +210,14 @@ class EmbeddingParameters(TypedDict, total=False):
 
 
 class CachedTokens(TypedDict):
-    """Details of a prompt's tokens."""
+    """Details about a prompt's tokens."""
 
     cached_tokens: int
     audio_tokens: NotRequired[int]
 
 
 class CompletionTokens(TypedDict):
-    """Details of the generated tokens. Streams and results of text completions may lack `reasoning_tokens`."""
+    """Details about the generated tokens. Streams and results of text completions may omit `reasoning_tokens`."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -226,7 +226,7 @@ class CompletionTokens(TypedDict):
 
 
 class CompletionUsage(TypedDict):
-    """Numbers of tokens."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -236,7 +236,7 @@ class CompletionUsage(TypedDict):
 
 
 class InputUsage(TypedDict):
-    """Numbers of tokens of a request that generates no text."""
+    """Token counts of a request that doesn't generate text."""
 
     prompt_tokens: int
     total_tokens: int
@@ -273,7 +273,7 @@ class TextLogprobs(TypedDict):
 
 
 class ReturnedToolCall(TypedDict):
-    """A tool call of the model. `arguments` of the function is a JSON object as text."""
+    """A tool call from the model. The function's `arguments` is a JSON object as text."""
 
     id: str
     type: Literal["function"]
@@ -300,7 +300,7 @@ class ChatCompletionChoice(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """The answer to a chat. `warnings` has the keywords of a schema that were not enforced."""
+    """The answer to a chat. `warnings` lists the schema keywords that were not enforced."""
 
     id: str
     object: Literal["chat.completion"]
@@ -314,7 +314,7 @@ class ChatCompletion(TypedDict):
 
 
 class FunctionPiece(TypedDict):
-    """A part of the arguments of a call. Its first part also has the name of the function."""
+    """A part of a call's arguments. The first part also includes the function name."""
 
     name: NotRequired[str]
     arguments: str
@@ -340,7 +340,7 @@ class ChatDelta(TypedDict, total=False):
 
 
 class ChunkChoice(TypedDict):
-    """The part of an answer that a chunk adds. The last chunk of an answer has its finish reason."""
+    """The part of an answer that a chunk adds. The last chunk of an answer includes its finish reason."""
 
     index: int
     delta: ChatDelta
@@ -363,7 +363,7 @@ class ChatCompletionChunk(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One of the completions, or in a stream the text that a chunk adds to it."""
+    """One of the completions, or the text that a chunk of a stream adds to it."""
 
     index: int
     finish_reason: OpenAIFinishReason | None
@@ -400,7 +400,7 @@ class TextCompletionChunk(TypedDict):
 
 
 class Embedding(TypedDict):
-    """The vector of one text, or the vectors of its tokens if the model doesn't pool them. Base64 has float32."""
+    """The vector of one text, or its tokens' vectors if the model doesn't pool them. Base64 encodes float32 values."""
 
     object: Literal["embedding"]
     index: int

@@ -26,7 +26,7 @@ _ENDS = {  # how a job ended, as in the queue's scripts → how its response end
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
     """Return the entry that the step that ends an object adds to the stream `webhook_events_key()`.
 
-    The endpoints of the tenant get the event at least once. Repeated announcements have the same event id. Raises
+    The tenant's endpoints receive the event at least once. Repeated announcements have the same event id. Raises
     ValueError for an unknown type.
     """
     if event_type not in EVENT_TYPES:
@@ -37,9 +37,9 @@ def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[st
 async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str | None, ttl_s: int) -> None:
     """Request that the worker announces the end of this object in the step that ends the job.
 
-    Call this before the job is queued. It has no effect on a job that is already queued. `kind` is the first part
-    of the event type, for example `response`. `ttl_s` must be longer than the job may take. The queue stores the
-    text of the announcement without reading it. Raises RedisError.
+    Call this before the job is queued. It has no effect on a job that is already queued. `kind` is the first part of
+    the event type, for example `response`. `ttl_s` must exceed the longest time that the job may take. The queue stores
+    the announcement text without reading it. Raises RedisError.
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):

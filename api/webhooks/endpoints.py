@@ -97,7 +97,7 @@ class Endpoint(BaseModel):
     state: Literal["on", "off"] = "on"  # "off" after the endpoint has answered 410
 
     def subscribes_to(self, event_type: str, tenant: str) -> bool:
-        """Return whether the endpoint gets events of this type for this tenant."""
+        """Return whether the endpoint receives events of this type for this tenant."""
         return self.state == "on" and self.tenant == tenant and (not self.events or event_type in self.events)
 
 

@@ -72,7 +72,7 @@ def loaded(path: Path, **options: Any) -> Iterator[Model]:
 
 @contextlib.contextmanager
 def loaded_each(path: Path, **options: Mapping[str, Any]) -> Iterator[dict[str, Model]]:
-    """Load the model into several engines with different options, and yield them by name."""
+    """Load the model into several engines with different options, and yield them keyed by name."""
     manager = ModelManager()
     try:
         yield {

@@ -296,7 +296,7 @@ class Fleet:
 
     @property
     def _ledger(self) -> Ledger:
-        """The ledger at the present time."""
+        """The ledger at the current time."""
         self._clock.set(self._now)
         return self._ledger_of_redis
 

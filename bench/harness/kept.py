@@ -73,7 +73,7 @@ class Figure:
         return f"{value:.{len(self.shown.partition('.')[2])}f}"
 
     def _of(self, line: Mapping[str, Any]) -> Any:
-        """Return the figure in this line, or None if the line does not have it."""
+        """Return the figure in this line, or None if the line does not contain it."""
         if not self.where:
             return line.get("ratios", {}).get(self.what)
         fitting = [

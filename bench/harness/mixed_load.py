@@ -36,7 +36,7 @@ class LoadShape:
 
     @property
     def longest(self) -> int:
-        """Return the maximum number of tokens of a request outside chats."""
+        """Return the maximum number of tokens in a request outside chats."""
         return self.scaled(PROMPT_TOKENS[1]) + self.scaled(NEW_TOKENS[1])
 
     def scaled(self, count: int) -> int:

@@ -39,7 +39,7 @@ class ReferenceText(NamedTuple):
 
 
 def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
-    """Return the texts of jobs that asked for LOGPROBS, with the vocabulary of the model at `source`."""
+    """Return the texts of jobs that requested LOGPROBS, with the vocabulary of the model at `source`."""
     with Tokenizer(source) as tokenizer:
         return [_reference_text(result, tokenizer) for result in results]
 

@@ -313,7 +313,7 @@ def cpu_s(pid: int) -> float:
 
 
 def redis_cpu_s(redis: Any) -> float:
-    """Return the processor seconds that Redis has used, in microseconds' resolution."""
+    """Return the processor seconds that Redis has used, with microsecond resolution."""
     used = redis.info("cpu")
     return float(used["used_cpu_user"] + used["used_cpu_sys"])
 

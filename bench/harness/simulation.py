@@ -1,6 +1,6 @@
 """Simulate batch strategies with the real scheduler and a computed clock, so results are the same on every machine.
 
-The differences between strategies are smaller than the noise of a machine.
+The differences between strategies are smaller than a machine's noise.
 """
 
 from __future__ import annotations

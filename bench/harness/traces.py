@@ -93,7 +93,7 @@ def azure_code(rng: random.Random) -> tuple[int, int]:
 
 
 def single_requests(lengths: Lengths, num_requests: int, per_s: float, seed: int) -> list[Session]:
-    """Return requests that share nothing, and arrive at random times."""
+    """Return requests that share no prefixes and arrive at random times."""
     rng, numbers, now = random.Random(seed), itertools.count(1), 0.0
     sessions = []
     for _ in range(num_requests):
@@ -107,7 +107,7 @@ def single_requests(lengths: Lengths, num_requests: int, per_s: float, seed: int
 def families(
     num_requests: int, num_families: int, num_shared: int, num_own: int, num_new: int, seed: int
 ) -> list[Session]:
-    """Return requests that all arrive at the start in random order. Those of a family share `num_shared` tokens."""
+    """Return requests that all arrive at the start in random order. Requests of a family share `num_shared` tokens."""
     rng, numbers = random.Random(seed), itertools.count(1)
     shared = [tuple(itertools.islice(numbers, num_shared // BLOCK)) for _ in range(num_families)]
     sessions = []

@@ -45,7 +45,7 @@ class Shape:
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {NUM_BYTES + len(CONTROL) + 1} or more")
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """Add the metadata of the shape to the header of a file."""
+        """Add the shape's metadata to a file header."""
         writer.add_context_length(self.n_ctx)
         writer.add_embedding_length(self.n_embd)
         writer.add_block_count(self.n_layer)
@@ -62,7 +62,7 @@ class Shape:
         return sum(int(np.prod(dims)) for _, dims in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the name and dimensions (rows, columns) of every tensor, in the order of the file."""
+        """Yield the name and dimensions (rows, columns) of every tensor, in file order."""
         yield "token_embd.weight", (self.n_vocab, self.n_embd)
         for i in range(self.n_layer):
             yield f"blk.{i}.attn_norm.weight", (self.n_embd,)

@@ -19,7 +19,7 @@ def write_templated(path: Path, template: str) -> None:
 
 
 def write_shallow(path: Path) -> None:
-    """Write the bundled model with its first layer only, which computes long prompts five times as fast.
+    """Write the bundled model with only its first layer, which computes long prompts five times as fast.
 
     Its texts are meaningless.
     """

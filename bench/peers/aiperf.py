@@ -1,6 +1,6 @@
-"""AIPerf, a public load generator, in an environment of its own (https://pypi.org/project/aiperf).
+"""AIPerf, a public load generator, in its own environment (https://pypi.org/project/aiperf).
 
-It generates sessions of coding agents (`aiperf synthesize agentic-code`), and sends them to a server turn by turn.
+It generates coding-agent sessions (`aiperf synthesize agentic-code`), and sends them to a server turn by turn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AIPerf:
         return cls(environment, scratch, model)
 
     def synthesize(self, sessions: int, distributions: Mapping[str, Any], seed: int) -> Path:
-        """Generate a trace of coding agents, and return its file."""
+        """Generate a coding-agent trace, and return its file."""
         config = self._scratch / "distributions.json"
         config.write_text(json.dumps({"block_size": BLOCK_TOKENS, **distributions}))
         self._run("synthesize", "agentic-code", "--num-sessions", str(sessions), "--config", str(config),
@@ -71,7 +71,7 @@ class AIPerf:
                   "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics")  # fmt: skip
 
     def _run(self, *arguments: str) -> None:
-        """Run a command of AIPerf. Raises RuntimeError with the end of its output."""
+        """Run an AIPerf command. Raises RuntimeError with the end of its output."""
         apart = {key: value for key, value in os.environ.items() if not key.startswith(("CELLAMA_", "PYTHON"))}
         environment = {**apart, "HF_HOME": str(self._scratch / "huggingface"), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(

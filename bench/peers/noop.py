@@ -1,4 +1,4 @@
-"""A Celery task that does nothing: the lower limit for the cost of a job through Celery and Redis."""
+"""A Celery task that does nothing: the lower bound for the cost of a job through Celery and Redis."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def llama_server(model: Path, slots: int, context: int, threads: int, *args: str
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """Return the environment of a program, so that it finds the shared libraries in its own directory."""
+    """Return a program's environment, in which it finds the shared libraries in its own directory."""
     libraries = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     return {**os.environ, "LD_LIBRARY_PATH": libraries}
 

@@ -43,7 +43,7 @@ class Exchange:
 
     @property
     def usage(self) -> tuple[int, int, int]:
-        """The tokens of the prompt, those of them that were cached, and the tokens of the reply, in any API's format.
+        """The numbers of prompt tokens, cached prompt tokens and reply tokens, in any API's format.
 
         Raises KeyError if the answer has no usage.
         """

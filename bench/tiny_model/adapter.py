@@ -66,7 +66,7 @@ def load_base(path: Path) -> TinyLlama:
 
 
 def add_adapter(model: TinyLlama, rank: int) -> dict[str, LowRank]:
-    """Wrap every linear layer of the blocks, and return the wrappers by the GGUF name of their tensor."""
+    """Wrap every linear layer of the blocks, and return the wrappers keyed by their tensors' GGUF names."""
     wrapped = {}
     for i, block in enumerate(model.blk):
         for name, layer in list(block.named_children()):

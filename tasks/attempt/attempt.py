@@ -1,7 +1,7 @@
 """Run one attempt at a job in a worker. The job's stream always ends exactly once, and Celery gets the matching state.
 
 A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS.
-A job that is revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
+A job that was revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
 A job at its soft or hard time limit ends with `done` (`timeout`), and the state is FAILURE.
 A job with an invalid payload, an engine error or a bug ends with `error`, and the state is FAILURE with JobFailed.
 A job that has crashed its workers repeatedly ends with `error` (`dead`), and the state is FAILURE with JobFailed.

@@ -134,7 +134,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, extras: RequestExtras, 
 
 
 def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object]) -> bool:
-    """Return whether a schema, a regular expression, a grammar or the format of tool calls constrains the text.
+    """Return whether a schema, a regular expression, a grammar or the tool call format constrains the text.
 
     `params` are the parameters of a generation or chat, and `defaults` are the model's sampling defaults.
     """

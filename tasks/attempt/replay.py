@@ -1,6 +1,6 @@
 """Continue a chat after the tokens of its earlier replies, instead of rendering them again (tasks/state/replies.py).
 
-The prompt then starts with everything that the model read and wrote in the earlier turns, so its KV state is reused.
+The prompt then starts with all tokens that the model read and wrote in the earlier turns, so its KV state is reused.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ChatReplay:
         return self._rendered(extras)
 
     def records_of(self, replies: Sequence[Reply]) -> list[tuple[str, bytes]]:
-        """Return what to store when the next replies are complete."""
+        """Return the records to store when the next replies are complete."""
         return self._conversation.records(replies, self._replayed, self._num_replayed)
 
     def _rendered(self, extras: RequestExtras) -> Request:

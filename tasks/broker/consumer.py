@@ -1,8 +1,8 @@
 """Celery's consumer with three additions.
 
 Jobs survive a restart of Redis. When Celery 5.7 loses its connection to Redis, it returns all messages that are not
-acknowledged, although their tasks still run, and sends later acknowledgements to the old channel. This consumer keeps
-the messages, and moves them to the new channels after it has reconnected.
+acknowledged, although their tasks are still running, and sends later acknowledgements to the old channel. This consumer
+keeps the messages, and moves them to the new channels after it has reconnected.
 
 Urgent jobs start before bulk jobs. The consumer has two channels on two connections: one for urgent and one for bulk
 jobs. If bulk jobs use up the capacity of a model, the worker still receives urgent jobs for it, and the engine preempts
@@ -167,7 +167,7 @@ class QueueReader:
 
         Messages that the readers in `before` hold also count against the capacity of this reader, except for the
         guaranteed part of its own capacity (`JobLimits.guaranteed`). `cache` describes the
-        prefix cache of the worker, or returns None if its jobs are taken in their order.
+        prefix cache of the worker, or returns None if its jobs are taken in order.
         """
         self.channel = channel
         self._ledger = ledger
@@ -383,7 +383,7 @@ def keep_client(channel: Any) -> None:
 
 
 class ReconnectingConsumer(Consumer):  # type: ignore[misc]
-    """A consumer that acknowledges messages on the current channels, and keeps messages whose jobs still run."""
+    """A consumer that acknowledges messages on current channels, and keeps messages whose jobs are still running."""
 
     job_limits: JobLimits  # set before the first job is taken (Runtime.attach)
     prefix_cache: Callable[[], WorkerCache | None]  # like `job_limits`

@@ -145,7 +145,7 @@ def _weight_of(message: Any) -> int:
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
     """Convert `eta` and `expires` from the producer's clock to the clock of this machine, which Celery uses.
 
-    The message was sent `waited_s` seconds ago. A header contains the time of sending by the producer's clock.
+    The message was sent `waited_s` seconds ago. A header contains the sending time by the producer's clock.
     """
     try:
         shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])

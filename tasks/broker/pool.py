@@ -91,7 +91,7 @@ _current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", defa
 
 
 def current_job() -> JobControl:
-    """Return the control of the job that runs in this thread, or a new control outside a pool."""
+    """Return the control of the job that is running in this thread, or a new control outside a pool."""
     return _current.get() or JobControl(0)
 
 

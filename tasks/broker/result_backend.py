@@ -8,9 +8,10 @@ Which process stores the end depends on how the job ends:
 
 - It fails, or exceeds a time limit. Celery stores the end after the task has raised an exception.
 
-- It is cancelled while it runs. Celery stores the end, and so does the attempt if Celery's main thread could not.
+- It is cancelled while it is running. Celery stores the end, and so does the attempt if Celery's main thread could not.
 
-- It ends while no worker runs it. The process that ended it, or the reaper, stores the end (`end_without_worker`).
+- It ends while no worker is running it. The process that ended it, or the reaper, stores the end
+(`end_without_worker`).
 
 - It is purged. The script `purge` stores the ends of a page of waiting jobs.
 
@@ -186,7 +187,7 @@ def _send_next(app: Celery, request: Context, result: Result) -> None:
 
 
 def queues_read(app: Celery) -> set[str]:
-    """Ask all Celery workers in this database for the queues that they read, and return the names of the queues."""
+    """Ask all Celery workers in this database for the queues that they read, and return the queue names."""
     replies: dict[str, Any] = app.control.inspect(timeout=INSPECT_S).active_queues() or {}
     return {queue["name"] for queues in replies.values() for queue in queues}
 

@@ -77,7 +77,7 @@ def _sentinel(kind: Any, where: RedisUrl, options: dict[str, Any]) -> Any:
 
 
 def database_of(redis: Redis | AsyncRedis) -> int:
-    """Return the number of the database that a client uses."""
+    """Return the database number that a client uses."""
     return int(redis.connection_pool.connection_kwargs.get("db") or 0)
 
 

@@ -84,7 +84,7 @@ class RedisLoop:
     ) -> None:
         """Prepare the thread. `start` starts it.
 
-        `name` appears in the name of the thread and in logs. The thread first calls `action` after one period, or
+        `name` appears in the thread's name and in logs. The thread first calls `action` after one period, or
         immediately with `acts_first`. The thread calls `finish` before it ends.
         """
         self._name = name

@@ -2,7 +2,7 @@
 
 The field `type` distinguishes the events, and type checkers understand it. The publisher numbers events: each event
 that a reader receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a
-function that makes the event, and a row of EVENT_CLASSES.
+function that makes the event, and a row in EVENT_CLASSES.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ReplayFields(TypedDict, total=False):
 
 
 class ProvenanceFields(TypedDict, total=False):
-    """The properties of a model that the tokens of a job depend on."""
+    """The model properties that a job's tokens depend on."""
 
     fingerprint: str  # SHA-256 of the model
     adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
@@ -179,7 +179,7 @@ Event = StartedEvent | OutputEvent | LineEvent | TerminalEvent | PingEvent
 
 
 def started(model: str, prompt_tokens: int, worker: str, seed: int) -> StartedEvent:
-    """Return the event of a job that has received a slot."""
+    """Return the event for a job that has received a slot."""
     return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker, "seed": seed}
 
 

@@ -46,7 +46,7 @@ def fairness_key_of(name: str) -> str:
 
 
 def limit_name(key: str = "", *, model: str | None = None) -> str:
-    """Return the name of the limit of a fairness key or of a model. A fairness key never starts with a slash."""
+    """Return the limit name of a fairness key or a model. A fairness key never starts with a slash."""
     return key if model is None else f"/{queue_name(model)}"
 
 

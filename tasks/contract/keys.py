@@ -354,7 +354,7 @@ def old_prefix_holders_key() -> str:
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:
-    """Return the score of a waiting job, which orders jobs by priority, then by time of submission in Unix seconds."""
+    """Return a waiting job's score, which orders jobs by priority, then by submission time in Unix seconds."""
     return priority * PRIORITY_WEIGHT + submitted_at
 
 

@@ -1,6 +1,6 @@
 """Hashes of growing prefixes of a job's prompt, by which workers prefer jobs whose prefix they hold (docs/affinity.md).
 
-The producer has no tokenizer, so the hashes are of the text, or of the messages. Two jobs with the same hash have the
+The producer has no tokenizer, so it hashes the text or the messages. Two jobs with the same hash have the
 same text up to its position, the same queue, scope and adapters, and the same tools. A collision or a wrong guess only
 makes a worker compute more tokens.
 """
@@ -86,7 +86,7 @@ def _parts(given: Mapping[str, Any]) -> list[bytes]:
 
 
 def hash_of_context(key: str) -> str:
-    """Return the hash of the context of a `finish_key`. The script `write` computes it in the same way."""
+    """Return the hash of a `finish_key`'s context. The script `write` computes it in the same way."""
     return f"{CONTEXT_UNITS:04x}{key[: HASH_CHARS - 4]}"
 
 

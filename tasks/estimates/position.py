@@ -235,7 +235,7 @@ def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
-    """Return the tokens per second and slot that engines report, or the latest jobs' speed if no engine generates."""
+    """Return the tokens per second and slot that engines report, or the latest jobs' speed if none is generating."""
     engines = [model["engine"] for _, model in serving if model["engine"] is not None]
     num_decoding = sum(engine["slots_decoding"] for engine in engines)
     rate = sum(engine["generation_rate"] for engine in engines)

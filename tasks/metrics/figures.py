@@ -36,7 +36,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Figures:
-    """Collected values by metric name and label values, in the order of the table."""
+    """Collected values, keyed by metric name and label values, in the order of the table."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=dict)
     tallies: dict[str, dict[Labels, Tally]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def _tallies(row: Row, values: Mapping[Labels, Tally]) -> Metric:
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> Iterable[tuple[str, float]]:
-    """Yield the cumulative counts that Prometheus expects, by upper bound."""
+    """Yield the cumulative counts that Prometheus expects, each with its upper bound."""
     below = 0
     for bound, count in zip((*bounds, float("inf")), counts, strict=True):
         below += count

@@ -20,7 +20,7 @@ LIMIT = "\0"  # first character of a field of `terms_key` with a limit
 
 
 def set_weight(redis: Redis, key: str, weight: float | None) -> None:
-    """Set the weight of a fairness key for all workers, or return to the one in the settings if it is None."""
+    """Set the weight of a fairness key for all workers, or restore the weight from the settings if it is None."""
     if weight is None:
         redis.hdel(terms_key(), key)
     else:
@@ -37,13 +37,13 @@ def weights(redis: Redis) -> dict[str, float]:
 def set_limit(redis: Redis, name: str, limit: int | None) -> None:
     """Set how many jobs of a name (`limit_name`) workers may hold at the same time.
 
-    0 means unlimited, and None returns to the limit in the settings.
+    0 means unlimited, and None restores the limit from the settings.
     """
     run_script(redis, "set_limit", [], [name, "" if limit is None else limit, min(limit or MAX_TICKETS, MAX_TICKETS)])
 
 
 def limits(redis: Redis) -> dict[str, int]:
-    """Return the limits by name (`limit_name`): those of this machine's settings, replaced by those in Redis."""
+    """Return the limits, keyed by name (`limit_name`): those of this machine's settings, replaced by those in Redis."""
     settings = get_settings()
     found = {**settings.fairness_limits, **{limit_name(model=m): n for m, n in settings.model_limits.items()}}
     stored: Any = redis.hgetall(terms_key())

@@ -1,4 +1,4 @@
-"""Read what Redis has about one job: its entry in the ledger, its attempts, its output so far, and its parameters."""
+"""Read Redis' data about one job: its entry in the ledger, its attempts, its output so far, and its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """An attempt at a job. Times are in Unix seconds. `ended_at` is None while the attempt runs."""
+    """An attempt at a job. Times are in Unix seconds. `ended_at` is None while the attempt is running."""
 
     worker: str
     began_at: float

@@ -1,8 +1,8 @@
 """The ledger of jobs in Redis (docs/delivery.md).
 
-It records which worker holds which message, which attempt runs, and which jobs have ended. Each step is one Lua script
-(tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half done. All
-times come from Redis' clock, which all machines share.
+It records which worker holds which message, which attempt is running, and which jobs have ended. Each step is one Lua
+script (tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half
+done. All times come from Redis' clock, which all machines share.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ class DeadJob(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An event to write. An event without a `run` belongs to no attempt, and is written only while no attempt runs.
+    """An event to write. Without a `run`, it belongs to no attempt, and is written only while no attempt is running.
 
     Raises ValueError, TypeError or RecursionError if the event can't be written, so that the content of an event never
     makes `Ledger.write` fail.
@@ -514,7 +514,7 @@ class Ledger:
         return self.end_waiting(job_id, done("cancelled", read_past(self._redis, job_id).usage))
 
     def end_waiting(self, job_id: str, event: TerminalEvent, result: Result | None = None) -> bool:
-        """End a job with this event, unless a worker runs it. Return whether this call ended the job."""
+        """End a job with this event, unless a worker is running it. Return whether this call ended the job."""
         superseded, _ = self.write([Entry(job_id=job_id, event=numbered(event, 0), result=result)])
         return not superseded
 
@@ -718,9 +718,9 @@ class Ledger:
     # For clients
 
     def ahead(self, job_id: str) -> JobsAhead | None:
-        """Return the jobs that get a slot before this one, or None if it does not wait.
+        """Return the jobs that get a slot before this one, or None if it is not waiting.
 
-        They are an estimate if jobs of several fairness keys wait.
+        They are an estimate if jobs with several fairness keys are waiting.
         """
         found: Any = run_script(self._redis, "ahead", *arguments_of_ahead(job_id))
         if found is None:
@@ -736,7 +736,7 @@ class Ledger:
         return found.decode() if found else None
 
     def num_waiting(self, queue: str) -> int:
-        """Return how many jobs of a queue wait for a slot."""
+        """Return how many of a queue's jobs are waiting for a slot."""
         return int(self._redis.zcard(waiting_key(queue)))
 
     def dead(self) -> list[DeadJob]:

@@ -83,12 +83,12 @@ def cellama_version() -> str:
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
-    """Return the live workers by name. Their last heartbeat is at most `STALE_S` seconds old."""
+    """Return the live workers, sorted by name. Their last heartbeat is at most `STALE_S` seconds old."""
     return [worker for worker in recent_workers(redis, STALE_S) if not worker.has_ended]
 
 
 def recent_workers(redis: Redis, within_s: float = ENTRY_TTL_S) -> list[WorkerEntry]:
-    """Return the workers that ran within the last `within_s` seconds, by name. Some of them may have stopped."""
+    """Return the workers that ran within the last `within_s` seconds, sorted by name. Some of them may have stopped."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.hgetall(workers_key())

@@ -1,9 +1,9 @@
 """Find the contexts of earlier replies by the conversation that a client sends back.
 
 A client without state sends each reply back in its own format: the reasoning is gone, and the arguments of tool calls
-were parsed and written again. So the chat template would render other tokens than the model generated. At the end of a
-chat, its worker therefore stores the `finish_key` of the context under a digest of the conversation. A later chat that
-continues the same conversation in the same cache scope continues this context (attempt/replay.py).
+were parsed and written again. So the chat template would render different tokens from those the model generated. At the
+end of a chat, its worker therefore stores the `finish_key` of the context under a digest of the conversation. A later
+chat that continues the same conversation in the same cache scope continues this context (attempt/replay.py).
 
 The digest covers the meaning of each message. It ignores the reasoning, the whitespace around a reply, the ids of
 calls, and the order of keys and the spacing in their arguments. It also ignores arguments that are equal to the default
@@ -142,7 +142,7 @@ class Conversation:
     def records(
         self, replies: Iterable[tuple[Mapping[str, Any], str]], replayed: StoredReply | None, num_replayed: int
     ) -> list[tuple[str, bytes]]:
-        """Return what to store when the next replies are complete: pairs of a Redis key and a value.
+        """Return the pairs of Redis key and value to store when the next replies are complete.
 
         `replies` are messages with the finish_key of their contexts. The contexts start with the context of `replayed`,
         which contains the first `num_replayed` messages. A reply without text and calls is not stored.
@@ -187,7 +187,7 @@ class Conversation:
         return "expired", None
 
     def _line_of(self, message: Mapping[str, Any]) -> bytes:
-        """Return the digest of what a message means."""
+        """Return the digest of a message's meaning."""
         content = str(message.get("content") or "")
         if message["role"] != "assistant":
             call = message.get("tool_call_id")

@@ -62,7 +62,7 @@ class ServiceWriter:
             self._unsaved[key] += tokens  # type: ignore[assignment]  # a Counter can have fractions
 
     def flush(self) -> None:
-        """Write the new costs. If this raises RedisError, they are lost, which only affects what people see."""
+        """Write the new costs. If this raises RedisError, they are lost, which only affects the displayed figures."""
         with self._lock:
             costs, self._unsaved = self._unsaved, Counter()
         if not costs:
@@ -79,7 +79,7 @@ class ServiceWriter:
 def tenant_shares(redis: Redis) -> list[TenantShare]:
     """Return the tenants that have jobs, had service in the last hour, or have a weight or a limit. Raises RedisError.
 
-    Those with the most service come first.
+    Tenants with the most service come first.
     """
     weight_of, service, running = weights(redis), _service(redis), _running(redis)
     limited = {name for name in limits(redis) if not name.startswith("/")}

@@ -184,7 +184,7 @@ class UnservedJobs:
         )
 
     def end(self, job_id: str, event: events.ErrorEvent) -> bool:
-        """End a job unless a worker runs it. If the end can't be stored now, the reaper stores it later."""
+        """End a job unless a worker is running it. If the end can't be stored now, the reaper stores it later."""
         if not self._ledger.end_waiting(job_id, event):
             return False
         try:

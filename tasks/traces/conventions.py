@@ -59,7 +59,7 @@ def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes for the numbers of prompt tokens, completion tokens and cached tokens."""
+    """Return the attributes for the prompt, completion and cached token counts."""
     return {attribute: usage[name] for name, attribute in USAGE.items() if name in usage}
 
 

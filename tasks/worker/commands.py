@@ -52,7 +52,7 @@ class ModelChanges:
         record: DesiredStateRecord,
         num_waiting: Callable[[str], int],
     ) -> None:
-        """Prepare the changes. `num_waiting` counts the jobs of a queue that wait for a slot."""
+        """Prepare the changes. `num_waiting` counts a queue's jobs that are waiting for a slot."""
         self._manager = manager
         self._consumer = consumer
         self._loader = loader

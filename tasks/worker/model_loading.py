@@ -141,7 +141,7 @@ class ModelLoader:
         }
 
     def recent_failures(self) -> dict[str, LoadFailure]:
-        """Return the failures of the last minute, by name of the action."""
+        """Return the failures of the last minute, keyed by action name."""
         now = time.monotonic()
         return {name: each.failure for name, each in list(self.failed.items()) if now - each.at < FAILURE_TTL_S}
 

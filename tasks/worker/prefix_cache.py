@@ -25,7 +25,7 @@ class PrefixCache:
         self._measure()
 
     def __call__(self) -> WorkerCache:
-        """Return the present size and speed."""
+        """Return the current size and speed."""
         return WorkerCache(self._worker, BYTES_PER_TOKEN * self._num_tokens, BYTES_PER_TOKEN * self._rate)
 
     def observe(self, completion: Completion) -> None:
@@ -36,12 +36,12 @@ class PrefixCache:
             self._is_measured = True
 
     def keep(self) -> None:
-        """Report that this worker is alive, and look for loaded and unloaded models. Raises RedisError."""
+        """Report that this worker is alive, and detect loaded and unloaded models. Raises RedisError."""
         self._measure()
         self._ledger.keep_cache(self._worker)
 
     def forget(self) -> None:
-        """Remove the cache, because the worker stops. Raises RedisError."""
+        """Remove the cache, because the worker is stopping. Raises RedisError."""
         self._ledger.forget_cache(self._worker)
 
     def _measure(self) -> None:

@@ -6,9 +6,9 @@ Each worker has a reaper thread, and the reapers of several workers may run conc
 
 2. The ETA of a job has passed. The message returns to its queue.
 
-3. A job is due. Its timeout has passed while no worker runs it, or it has ended but Celery has not received its end or
-   the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle the
-   same job.
+3. A job is due. Its timeout has passed while no worker is running it, or it has ended but Celery has not received its
+   end or the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle
+   the same job.
 
 4. A ticket is lost because its worker was killed between two commands. Then a list has fewer tickets than its backlog
    has jobs, and the reaper pushes the tickets that were already missing a period ago. A running job is lost if no
@@ -137,7 +137,7 @@ class Reaper:
     # Jobs that are due
 
     def settle_due(self) -> None:
-        """End cancelled or late jobs that no worker runs, and report missing ends to Celery."""
+        """End cancelled or late jobs that no worker is running, and report missing ends to Celery."""
         while claimed := self._ledger.claim_due(DUE_PAGE, self._lease_s):
             for job_id, state in claimed:
                 self._settle_or_log(job_id, state)

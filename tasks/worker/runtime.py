@@ -143,8 +143,8 @@ class Runtime:
     its own thread.
 
     `announce`, called when the worker receives commands, starts `reaper`, the search for unserved jobs, and
-    `registration`. The latter's heartbeat reconciles models, ends cancelled jobs, shares cores, trims the heap and
-    writes samples for estimates.
+    `registration`. The registration's heartbeat reconciles models, ends cancelled jobs, shares cores, trims the heap
+    and writes samples for estimates.
 
     Jobs run on the threads of Celery's pool (broker/pool.py). `lifecycle.py` creates one runtime per process.
     """
@@ -283,7 +283,7 @@ class Runtime:
             trim_heap()
 
     def _bulk_slots(self, model_id: str) -> int:
-        """Return the number of slots of a model that are guaranteed to bulk jobs, or 0 if it is not loaded."""
+        """Return how many of a model's slots are guaranteed to bulk jobs, or 0 if the model is not loaded."""
         loaded = self.manager.models().get(model_id)
         return loaded.options.bulk_slots if loaded is not None else 0
 

@@ -62,7 +62,7 @@ class Signer:
         return hmac.new(self._key.encode(), f"{self._conversation}\n{text}".encode(), hashlib.sha256).hexdigest()
 
     def verifies(self, text: str, signature: str) -> bool:
-        """Return whether the signature belongs to the text."""
+        """Return whether the signature is valid for the text."""
         return self._key is not None and hmac.compare_digest(self.sign(text).encode(), signature.encode())
 
 

@@ -53,7 +53,7 @@ class DriverStopped(Exception):
 
 
 class BatchDriver:
-    """Drives one batch in its own thread, and checks at each turn of the run whether it may continue.
+    """Drives one batch in its own thread, and checks on each turn of the run whether it may continue.
 
     Meanwhile the event loop renews the lease, and polls whether the batch was cancelled. The thread uses the loop's
     Redis clients through `_await`.
@@ -81,7 +81,7 @@ class BatchDriver:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Request that the driver soon leaves the batch to another driver."""
+        """Request that the driver leaves the batch to another driver soon."""
         self._stop.set()
 
     async def drive(self) -> None:
@@ -111,7 +111,7 @@ class BatchDriver:
             log.warning("batch lease not renewed", batch=self.id, detail=f"{error}; retrying in {POLL_S:g} s")
 
     async def _poll(self) -> str:
-        """Return the status of the batch. Its tenant or `cellama batch cancel` may have cancelled the batch."""
+        """Return the batch's status. Its tenant or `cellama batch cancel` may have cancelled the batch."""
         if not self._cancelled.is_set() and await self._batches.take_cancel(self.id):
             await self._batches.move(self._record, "cancelling", expected=("validating", "in_progress"))
         record = await self._batches.records.read(self.id)
@@ -250,7 +250,7 @@ class BatchDriver:
         return InputCheck(self._record["endpoint"], self._settings.gateway_max_batch_lines, caller, start)
 
     def _prepare_work_file(self) -> None:
-        """Set the id of the run to the id of its batch. The run is also recorded in Redis under this id.
+        """Set the run's id to the id of its batch. The run is also recorded in Redis under this id.
 
         If there is an output without a work file, a driver on another machine has stored the output in parts.
         The lines of this output are then marked as finished in the new work file.
@@ -278,7 +278,7 @@ class BatchDriver:
     # End of the batch
 
     def _store_results(self, redis: Redis) -> None:
-        """Store the output and the errors as files, and end the batch. It is safe to repeat this."""
+        """Store the output and the errors as files, and end the batch. It is safe to repeat this call."""
         record = self._await(self._batches.records.read(self.id)) or self._record
         ends_as = record["ends_as"]
         if ends_as == "cancelled":
@@ -312,7 +312,7 @@ class BatchDriver:
             yield (json.dumps(failure, ensure_ascii=False) + "\n").encode()
 
     def _add_file(self, name: str, path: Path) -> str:
-        """Store a file. Its id is derived from the batch's id, so repeating the call replaces the file."""
+        """Store a file. The file's id is derived from the batch's id, so repeating the call replaces the file."""
         self._check_turn()
         file_id = f"file-{self.id.removeprefix('batch_')}-{name}"
         life_s, filename = self._record["output_life_s"], f"{self.id}_{name}.jsonl"
@@ -328,7 +328,7 @@ class BatchDriver:
             log.info("batch ended", batch=self.id, status=status)
 
     def _move(self, status: str, *, expected: tuple[str, ...], **fields: Any) -> str:
-        """Change the status of the batch.
+        """Change the batch's status.
 
         Return the new status, which is "cancelling" if the batch was cancelled before. Raises DriverStopped.
         """
@@ -345,7 +345,7 @@ class BatchDriver:
 
 
 def _usage_of(progress: Progress) -> dict[str, Any]:
-    """Return the token counts of a run in the format of OpenAI's batches."""
+    """Return a run's token counts in the format of OpenAI's batches."""
     return {
         "input_tokens": progress.prompt_tokens,
         "input_tokens_details": {"cached_tokens": progress.cached_tokens},

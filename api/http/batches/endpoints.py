@@ -1,4 +1,4 @@
-"""The endpoints of batches."""
+"""The batch endpoints."""
 
 from __future__ import annotations
 

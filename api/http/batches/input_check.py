@@ -23,19 +23,19 @@ OnComplete = Callable[[int, str | None], None]
 
 
 class InputRefused(InvalidJob):
-    """The batch can't run because its input has errors, or because it was cancelled while the input was read."""
+    """The batch can't run because its input has errors, or because it was cancelled while the input was being read."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
-        """Create the error. Each of `errors` has OpenAI's members: code, message, param and line."""
+        """Create the error. Each error in `errors` has OpenAI's members: code, message, param and line."""
         super().__init__(f"the input has {len(errors)} errors")
         self.errors = errors
 
 
 class InputCheck:
-    """Validates each line of an input while a run reads it.
+    """Validates each line of an input while a run is reading it.
 
     An error in the file itself, such as a repeated `custom_id`, causes the whole file to be rejected. Invalid
-    parameters of a single request do not. Instead, the run writes an error for this request to the error file.
+    parameters in a single request don't. Instead, the run writes an error for the request to the error file.
     """
 
     def __init__(self, endpoint: str, max_lines: int, caller: Caller, on_complete: OnComplete) -> None:

@@ -18,9 +18,9 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 
 class GatewayLease:
-    """The right of one gateway to perform a task, for example to drive a batch.
+    """The right of one gateway to perform a task, such as driving a batch.
 
-    Redis stores the token of the lease under the name of the lease. Methods raise RedisError. `is_held` may be read
+    Redis stores the lease's token under the lease's name. Methods raise RedisError. `is_held` may be read
     in any thread.
     """
 

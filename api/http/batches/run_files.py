@@ -1,4 +1,4 @@
-"""The files of a run: its directory on this machine, and the parts of its output in the store. All functions block."""
+"""A run's files: its directory on this machine, and the parts of its output in the store. All functions block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_directory(store: FileStore, batch_id: str) -> Path:
 
 
 def delete_run(store: FileStore, batch_id: str) -> None:
-    """Delete the directory and the parts of a run that has ended. Raises OSError."""
+    """Delete the directory and parts of a run that has ended. Raises OSError."""
     shutil.rmtree(run_directory(store, batch_id), ignore_errors=True)
     store.delete_directory(f"parts/{batch_id}")
 
@@ -47,7 +47,7 @@ def _changed_at(directory: Path) -> float:
 class Parts:
     """The stored parts of a batch's output, which allow a gateway on another machine to take over the batch.
 
-    The record of the batch lists the names of its parts in order. Other parts are ignored. Methods raise OSError.
+    The batch's record lists the names of its parts in order. Other parts are ignored. Methods raise OSError.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Parts:
         fresh.replace(output)
 
     def is_due(self) -> bool:
-        """Return whether the next part should be stored now. If it should, the next interval starts."""
+        """Return whether the next part should be stored now. If so, the next interval starts."""
         now = self._clock()
         if now - self._saved_at < min(MAX_PART_S, max(MIN_PART_S, PART_SHARE * (now - self._started_at))):
             return False

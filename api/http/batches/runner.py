@@ -34,7 +34,7 @@ class BatchRunner:
     """Drives batches from `start` to `close`. Each app has its own runner, which belongs to one event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        """Create a runner. Raises SettingsError if the storage for files can't be used."""
+        """Create a runner. Raises SettingsError if the file storage can't be used."""
         self._settings = settings
         self._store = store_of(settings)
         self._loop = PollLoop("batches", self._sweep_and_poll)
@@ -133,7 +133,7 @@ class BatchRunner:
         return True
 
     async def _close(self, batch_id: str, tenant: str | None) -> None:
-        """Delete the files of a batch that has expired, or whose driver died while it ended the batch."""
+        """Delete the files of a batch that has expired, or whose driver died while ending the batch."""
         try:
             await in_thread(FILES, delete_run, self._store, batch_id)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Create, cancel and format the records of batches, and parse the requests for them."""
+"""Create, cancel and format batch records, and parse the requests for batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BatchService:
     async def create(self, order: BatchOrder, caller: Caller, key: str | None, store_id: str = "") -> Record:
         """Create a batch that waits for a driver, or return the earlier batch with this idempotency key.
 
-        `store_id` identifies the store that contains its files. Raises ApiError: 429 if the tenant has too many
+        `store_id` identifies the store that contains the batch's files. Raises ApiError: 429 if the tenant has too many
         open batches, 409 if the key was already used with a different body.
         """
         now = int(await self.records.now())
@@ -114,7 +114,7 @@ class BatchService:
             await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
-        """Set the status of a batch to `cancelling`, so that its driver ends it.
+        """Set a batch's status to `cancelling`, so that its driver ends it.
 
         Raises ApiError (409) if the batch can no longer be cancelled.
         """
@@ -126,7 +126,7 @@ class BatchService:
         return await self.records.find(batch_id, caller)
 
     async def take_cancel(self, batch_id: str) -> bool:
-        """Return whether `cellama batch cancel` was called for the batch since the last call of this method."""
+        """Return whether `cellama batch cancel` was called for the batch since the last call to this method."""
         with reaching_redis():
             return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # like Batches.take_cancel
 
@@ -141,7 +141,7 @@ class BatchService:
     ) -> tuple[bool, str]:
         """Change the status and other fields if the current status is one of `expected` (see RecordStore.advance).
 
-        The time of the change is stored, and the end of a batch is announced to webhooks (docs/adr/021-webhooks.md).
+        The time of the change is stored, and a batch's end is announced to webhooks (docs/adr/021-webhooks.md).
         """
         fields |= {"status": status, f"{status}_at": int(await self.records.now())}
         event = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None

@@ -1,4 +1,4 @@
-"""The console: pages for a browser that show queues, jobs, chats, bulk runs and keys (docs/how-to/console.md).
+"""The console: browser pages that show queues, jobs, chats, bulk runs and keys (docs/how-to/console.md).
 
 `session.py` identifies the visitor, `rendering.py` renders templates, and each other module serves a group of pages.
 Pages work without inline scripts and styles, because the Content-Security-Policy forbids them.

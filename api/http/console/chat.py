@@ -1,4 +1,4 @@
-"""Chat with a model. The chat is in Redis, and its answer is in the journal of a job, so both survive every restart."""
+"""Chat with a model. The chat is in Redis, and its answer is in a job's journal, so both survive every restart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ConsoleMessage(BaseModel):
     max_tokens: int | None = None
 
     def text_for(self, chat: ConsoleChat) -> str:
-        """Return the text of the message. `chat` is the chat before it. Raises ApiError (400 or 409)."""
+        """Return the text of the message. `chat` is the chat before the message. Raises ApiError (400 or 409)."""
         if not self.retry and not self.text.strip():
             raise ApiError(400, "text is empty; write a message", param="text")
         if self.retry and not chat.turns:
@@ -70,7 +70,7 @@ class ConsoleMessage(BaseModel):
         return chat.turns[-1].text if self.retry else self.text
 
     def base(self, chat: ConsoleChat) -> ConsoleChat:
-        """Return the chat that the message continues. `chat` is the chat before it. Raises ApiError (409)."""
+        """Return the chat that the message continues. `chat` is the chat before the message. Raises ApiError (409)."""
         if chat.running is not None:
             raise ApiError(409, "an answer of this chat is not complete; wait for it, or stop it", code="chat_busy")
         if len(chat.turns) != self.num_turns:
@@ -80,7 +80,7 @@ class ConsoleMessage(BaseModel):
         return (chat.without_last() if self.retry else chat).model_copy(update=settings)
 
     def body(self, chat: ConsoleChat) -> dict[str, Any]:
-        """Return the body of the equivalent request for a chat completion. `chat` is the chat before the message."""
+        """Return the body of the equivalent chat completion request. `chat` is the chat before the message."""
         options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {name: value for name, value in options.items() if value is not None}
         messages = [*self.base(chat).messages(), {"role": "user", "content": self.text_for(chat)}]
@@ -88,7 +88,7 @@ class ConsoleMessage(BaseModel):
 
 
 class AnswerText:
-    """The text of an answer, collected from the events of its job."""
+    """The text of an answer, collected from its job's events."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[str]] = {"token": [], "reasoning": []}
@@ -121,7 +121,7 @@ class AnswerText:
 
 
 async def send(request: Request) -> Response:
-    """Handle `POST /console/chat/{id}/messages`: queue the job of a message, and return the number of its turn."""
+    """Handle `POST /console/chat/{id}/messages`: queue a message's job, and return the turn number."""
     caller = await console_caller(request)
     parsed = await read_of(request, await charge(request, caller))
     message, chat_id = _message(parsed.body), _chat_id(request)
@@ -142,7 +142,7 @@ async def _submit(
 ) -> ConsoleChat:
     """Store the turn, then queue its job, and return the chat. If the job is refused, restore the chat from `before`.
 
-    The turn is stored first, so that no job runs whose answer nobody finds.
+    The turn is stored first, so that the answer of every running job can be found.
     """
     key = f"{before.id} {uuid.uuid4().hex}"
     job_id = job_id_of_key(TASK_CHAT, parsed.scope(), key)
@@ -181,7 +181,8 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the frames of a running answer.
 
-    The journal is read from its start even if the page has shown some events, because the end stores the whole text.
+    The journal is read from its start even if the page has shown some events, because the whole text is stored at the
+    end.
     """
     text, has_started = AnswerText(), False
     try:
@@ -208,7 +209,7 @@ def _news(event: Mapping[str, Any]) -> bytes:
 
 
 def _end(turn: ChatTurn) -> bytes:
-    """Return the last frame of an answer, with its whole text: the page replaces what it has shown."""
+    """Return the last frame of an answer, with its whole text, which replaces the text that the page has shown."""
     return frame({"type": "end", **turn_view(turn)})
 
 
@@ -217,7 +218,7 @@ def _error_frame(error: ApiError) -> bytes:
 
 
 async def _wait(gateway: Gateway, turn: ChatTurn, has_started: bool) -> dict[str, Any]:
-    """Return why no text arrives: the job waits for a slot, or for a worker."""
+    """Return why no text is arriving: the job is waiting for a slot, or for a worker."""
     text = ""
     with contextlib.suppress(JobError):
         position = await gateway.client.position(turn.job_id)
@@ -232,7 +233,7 @@ async def _wait(gateway: Gateway, turn: ChatTurn, has_started: bool) -> dict[str
 
 
 async def _settle(store: ConsoleChatStore, chat_id: str, turn: ChatTurn) -> ChatTurn:
-    """Store the end of an answer, unless it was stored or the chat has changed."""
+    """Store the end of an answer, unless it was already stored or the chat has changed."""
 
     def change(chat: ConsoleChat) -> ConsoleChat:
         running = chat.running
@@ -243,7 +244,7 @@ async def _settle(store: ConsoleChatStore, chat_id: str, turn: ChatTurn) -> Chat
 
 
 async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
-    """Return the turn of a job whose events have expired, from its result."""
+    """Return a job's turn from its result, because the job's events have expired."""
     try:
         result: Any = await gateway.client.job(turn.job_id).result(RESULT_S)
     except UnknownJob:
@@ -257,7 +258,7 @@ async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
 
 
 async def stop(request: Request) -> Response:
-    """Handle `POST /console/chat/{id}/stop`: cancel the running answer. Its text so far stays."""
+    """Handle `POST /console/chat/{id}/stop`: cancel the running answer. The text generated so far is kept."""
     gateway, caller = gateway_of(request), await console_caller(request)
     chat = await _find(request, ConsoleChatStore(gateway.redis, caller))
     if chat.running is not None:

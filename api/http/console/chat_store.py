@@ -1,4 +1,4 @@
-"""Store the chats of the console in Redis, under the caller who wrote them."""
+"""Store the console's chats in Redis, under the caller who wrote them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ConsoleChat(BaseModel):
                 yield {"role": "assistant", "content": turn.answer}
 
     def with_turn(self, turn: ChatTurn) -> ConsoleChat:
-        """Return the chat with a further turn. Raises ApiError (413) if the chat becomes too large."""
+        """Return the chat with another turn added. Raises ApiError (413) if the chat becomes too large."""
         chat = self.model_copy(update={"turns": (*self.turns, turn), "model": turn.model})
         if (num_bytes := len(chat.model_dump_json().encode())) > MAX_CHAT_BYTES:
             message = f"the chat would have {num_bytes} bytes, and the limit is {MAX_CHAT_BYTES}; start a new chat"
@@ -81,7 +81,7 @@ class ConsoleChat(BaseModel):
         return chat
 
     def with_last(self, turn: ChatTurn) -> ConsoleChat:
-        """Return the chat with another last turn."""
+        """Return the chat with its last turn replaced."""
         return self.model_copy(update={"turns": (*self.turns[:-1], turn)})
 
     def without_last(self) -> ConsoleChat:
@@ -107,7 +107,7 @@ class ConsoleChatStore:
         self._owner = caller.key_id or caller.tenant or ""
 
     async def list(self) -> list[ChatEntry]:
-        """Return the chats of the caller, latest first."""
+        """Return the caller's chats, latest first."""
         with reaching_redis():
             found: Any = await self._redis.zrange(self._index, 0, MAX_CHATS - 1, desc=True, withscores=True)
             async with self._redis.pipeline(transaction=False) as pipe:
@@ -127,7 +127,7 @@ class ConsoleChatStore:
         return None if found is None else ConsoleChat.model_validate_json(found)
 
     async def update(self, chat_id: str, change: Callable[[ConsoleChat], ConsoleChat]) -> ConsoleChat:
-        """Replace a chat with the result of `change`, which gets an empty chat if there is none.
+        """Replace a chat with the result of `change`, which receives an empty chat if none exists.
 
         `change` is called again if another process writes the chat at the same time, and may raise an error.
         """

@@ -1,4 +1,4 @@
-"""The list of jobs with its filters, and the page of one job with its timeline and its live output."""
+"""The list of jobs with its filters, and a job's page with its timeline and live output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KIND_NAMES = tuple(sorted(task.removeprefix("cellama.") for task in KINDS))
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """A point in the life of a job. `at` is in Unix seconds. `state` colours the entry."""
+    """A point in a job's life. `at` is in Unix seconds. `state` colours the entry."""
 
     at: float
     title: str
@@ -117,7 +117,7 @@ async def job(request: Request) -> Response:
 
 
 async def job_details(request: Request) -> Response:
-    """Handle `GET /console/jobs/{id}/details`, the part of the page that changes while the job waits or runs."""
+    """Handle `GET /console/jobs/{id}/details`, the part of the page that changes until the job has ended."""
     gateway, record = await _requested(request)
     return page(request, "_job.html", **await _details(gateway, record))
 
@@ -166,7 +166,7 @@ def shown_json(value: Any) -> str:
 
 
 def timeline_of(record: JobRecord, position: Position | None) -> list[TimelineEntry]:
-    """Return what has happened to a job, in the order of time."""
+    """Return what has happened to a job, in chronological order."""
     end: Mapping[str, Any] = record.end or {}
     timings: Mapping[str, Any] = end.get("timings") or {}
     entries = [TimelineEntry(record.submitted_at, "Submitted", f"to the queue of {record.model}")]
@@ -194,7 +194,7 @@ def timeline_of(record: JobRecord, position: Position | None) -> list[TimelineEn
 
 
 def _wait_text(position: Position) -> tuple[str, str]:
-    """Return title and detail of the last entry in the timeline of a waiting job."""
+    """Return the title and detail of the last entry in a waiting job's timeline."""
     ahead = {0: "it is the next one", 1: "1 job is ahead of it"}.get(
         position.ahead, f"{position.ahead} jobs are ahead of it"
     )
@@ -217,12 +217,12 @@ def cache_text(usage: Mapping[str, Any] | None) -> str:
 
 
 def _end_at(record: JobRecord, timings: Mapping[str, Any]) -> float:
-    """Return the time of the end of a job that is no longer listed, as its timings report it."""
+    """Return when a job that is no longer listed ended, according to its timings."""
     return record.submitted_at + (timings.get("duration_ms") or 0) / 1000
 
 
 def _end_text(record: JobRecord) -> tuple[str, str, str]:
-    """Return title, detail and state of the last entry of the timeline."""
+    """Return the title, detail and state of the timeline's last entry."""
     end = record.end or {}
     if end.get("type") == "error":
         return "Failed", f"{end['message']} ({end['code']})", "failed"
@@ -259,7 +259,7 @@ async def events(request: Request) -> Response:
 
 
 def _after(text: str) -> int:
-    """Return the seq of the last event that the browser has. Raises ApiError (400)."""
+    """Return the seq of the last event that the browser has received. Raises ApiError (400)."""
     is_number = text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20
     if not is_number or not -1 <= int(text) < MAX_AFTER:
         raise ApiError(400, f"after is {text[:40]!r}; it must be the seq of an event, or -1", param="after")
@@ -273,7 +273,7 @@ async def _frames(gateway: Gateway, job_id: str, after: int, ping_s: float) -> A
 
 
 def frame_of(event: Event) -> bytes:
-    """Return the frame of an event with the fields that the page shows. Its id is the seq of the event."""
+    """Return an event's frame with the fields that the page shows. The frame's id is the event's seq."""
     fields: Mapping[str, Any] = event
     shown = {name: fields[name] for name in SHOWN_FIELDS if name in fields} | {"is_last": is_terminal(event)}
     if "text" in shown:
@@ -287,7 +287,7 @@ def _error_frame(error: ApiError) -> bytes:
 
 
 async def cancel(request: Request) -> Response:
-    """Handle `POST /console/jobs/{id}/cancel`, which returns to the page of the job."""
+    """Handle `POST /console/jobs/{id}/cancel`, which returns to the job's page."""
     gateway, record = await _requested(request)
     caller: Caller = request.state.console_caller
     if record.is_open:

@@ -36,7 +36,7 @@ _LISTS = ("models", "adapters")
 
 @dataclass(frozen=True, slots=True)
 class ConsoleTenant:
-    """A tenant with its keys and its current work. The name of jobs and runs without a tenant is ""."""
+    """A tenant with its keys and its current work. For jobs and runs without a tenant, the name is ""."""
 
     name: str
     num_active_keys: int
@@ -52,7 +52,7 @@ async def show(request: Request) -> Response:
 
 
 async def create(request: Request) -> Response:
-    """Handle `POST /console/keys`. The answer is the only page that shows the secret of the key."""
+    """Handle `POST /console/keys`. The response is the only page that shows the key's secret."""
     caller = await _admin(request)
     gateway, form = gateway_of(request), await form_of(request)
     file = gateway.settings.gateway_keys_file
@@ -127,7 +127,7 @@ def _store(gateway: Gateway) -> KeyStore:
 
 
 def _fields(form: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a key's entry. Empty fields of the form have their defaults. Raises InvalidKeyField."""
+    """Return the fields for a key's entry. Empty form fields get their defaults. Raises InvalidKeyField."""
     fields: dict[str, Any] = {
         "tenant": form.get("tenant", ""),
         "name": form.get("name", ""),
@@ -166,7 +166,7 @@ def _limits(entry: KeyEntry) -> Iterator[str]:
 
 
 async def _tenants(gateway: Gateway, runner: BatchRunner, found: Sequence[KeyLookup]) -> list[ConsoleTenant]:
-    """Return the tenants that have keys, open jobs or open runs, by name."""
+    """Return the tenants that have keys, open jobs or open runs, sorted by name."""
     num_runs = Counter(tenant or "" for _, tenant, _ in await runner.batches.open_batches())
     num_jobs: Counter[str] = Counter()
     with reaching_redis():

@@ -37,7 +37,7 @@ async def figures(request: Request) -> Response:
 
 
 async def _context(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """Return what the visitor may see, as text. Only administrators see numbers of jobs, workers and Redis."""
+    """Return what the visitor may see, as text. Only administrators see figures for jobs, workers and Redis."""
     stats, workers = await gateway.stats(), await gateway.workers()
     return {
         "models": _models(stats, workers, caller),
@@ -61,7 +61,7 @@ def _totals(stats: Stats) -> dict[str, str]:
 
 
 def _models(stats: Stats, workers: Sequence[WorkerEntry], caller: Caller) -> list[dict[str, Any]]:
-    """Return a row for each model that the visitor may use, models without a worker first."""
+    """Return a row for each model that the visitor may use, with models without a worker first."""
     rows = []
     for model_id, classes in stats["classes"].items():
         if not caller.may_use_model(model_id):
@@ -106,7 +106,7 @@ def _status(entries: Sequence[WorkerModel]) -> str:
 
 
 def _slots(entries: Sequence[WorkerModel]) -> tuple[int, int] | None:
-    """Return the numbers of busy slots and of all slots, or None for a model without slots."""
+    """Return the number of busy slots and the total number of slots, or None for a model without slots."""
     engines = [entry["engine"] for entry in entries if entry["engine"] is not None]
     if not engines:
         return None
@@ -115,7 +115,7 @@ def _slots(entries: Sequence[WorkerModel]) -> tuple[int, int] | None:
 
 
 def _rate(entries: Sequence[WorkerModel]) -> float | None:
-    """Return the generated tokens per second, or the prefilled ones of a model that only embeds or reranks."""
+    """Return generated tokens per second, or prefilled tokens per second for a model that only embeds or reranks."""
     engines = [entry["engine"] for entry in entries if entry["engine"] is not None]
     if engines:
         return sum(engine["generation_rate"] for engine in engines)

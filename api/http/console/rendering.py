@@ -1,4 +1,4 @@
-"""Render the pages of the console from templates. Everything that a template inserts is escaped."""
+"""Render the console's pages from templates. Everything that a template inserts is escaped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECURITY_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSection:
-    """An entry of the navigation. `path` follows the path of the console."""
+    """A navigation entry. `path` is appended to the console's path."""
 
     title: str
     path: str
@@ -190,5 +190,5 @@ def utc_text(at: float | None) -> str:
 
 
 def iso_text(at: float) -> str:
-    """Return a time (Unix seconds) in the format of the attribute `datetime`."""
+    """Return a time (Unix seconds) in the format of the `datetime` attribute."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")

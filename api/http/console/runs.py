@@ -57,7 +57,7 @@ async def list_(request: Request) -> Response:
 
 
 async def _list_page(request: Request, caller: Caller, problem: str = "", status: int = 200) -> Response:
-    """Return the list of the caller's runs, with the problem of an upload."""
+    """Return the list of the caller's runs, with an upload's problem."""
     runner, query = runner_of(request), PageQuery.of(request.query_params, RUNS_PER_PAGE, RUNS_PER_PAGE)
     found = await runner.batches.records.page(caller, query)
     runs = [await _run_view(runner, record) for record in found[:RUNS_PER_PAGE]]
@@ -99,9 +99,9 @@ async def _command_runs(request: Request) -> list[dict[str, Any]]:
 
 
 async def create(request: Request) -> Response:
-    """Handle `POST /console/runs`: store the file of the form, and start a batch with it.
+    """Handle `POST /console/runs`: store the form's file, and start a batch with it.
 
-    The script of the page gets JSON. Without the script, the browser gets a page.
+    The page's script receives JSON. Without the script, the browser receives a page.
     """
     caller, has_script = await console_caller(request), "x-console-upload" in request.headers
     try:
@@ -133,14 +133,14 @@ async def _create(request: Request, caller: Caller) -> Record:
 
 
 def _convert(form: UploadForm, max_line_bytes: int) -> None:
-    """Replace the table of a form with its requests. Raises ApiError (400 or 413) and OSError."""
+    """Replace a form's table with its requests. Raises ApiError (400 or 413) and OSError."""
     name, target = form.name or "", form.path.with_name("requests.jsonl")
     write_requests(form.path, name, TableRun.of(form.fields), target, max_line_bytes)
     form.path, form.name = target, f"{Path(name).stem}.jsonl"
 
 
 def endpoint_of(path: Path) -> str:
-    """Return the endpoint that the first request of a file names. Raises ApiError (400) and OSError."""
+    """Return the endpoint that a file's first request names. Raises ApiError (400) and OSError."""
     with path.open("rb") as file:
         line = next((line for line in iter(lambda: file.readline(MAX_FIRST_LINE_BYTES), b"") if line.strip()), b"")
     try:
@@ -171,7 +171,7 @@ async def progress(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Handle `POST /console/runs/{id}/cancel`. Finished results stay."""
+    """Handle `POST /console/runs/{id}/cancel`. Finished results are kept."""
     record = await _find(request)
     await runner_of(request).batches.cancel(record["id"], Caller(tenant=record["tenant"]))
     if "hx-request" in request.headers:

@@ -1,6 +1,6 @@
-"""Identify the visitor of the console: by a session that a sign-in has started, or as this machine without keys.
+"""Identify the console's visitor: by a session that a sign-in has started, or as this machine without keys.
 
-A session is a random token in a cookie. Redis has its digest with the id and the digest of the API key, so neither
+A session is a random token in a cookie. Redis stores the token's digest with the API key's id and digest, so neither
 Redis nor the browser stores the key. Each request checks that the key is still active.
 """
 
@@ -33,7 +33,7 @@ class SignInRequired(Exception):
 
 
 async def console_caller(request: Request) -> Caller:
-    """Return the visitor. Raises SignInRequired, and ApiError: 403 for requests of other sites, or 503."""
+    """Return the visitor. Raises SignInRequired, and ApiError: 403 for requests from other sites, or 503."""
     gateway = gateway_of(request)
     check_load(gateway)
     check_same_origin(request)
@@ -72,12 +72,12 @@ def visible_tenant(caller: Caller) -> str | None:
 
 
 def base_of(request: Request) -> str:
-    """Return the path of the console, which includes the path at which another app mounts the gateway."""
+    """Return the console's path, which includes the path at which another app mounts the gateway."""
     return f"{request.scope.get('root_path', '')}/console"
 
 
 def check_same_origin(request: Request) -> None:
-    """Raise ApiError (403) for a request that a page of another site sends.
+    """Raise ApiError (403) for a request sent by a page of another site.
 
     Such a page may only link to the console. Browsers send `Sec-Fetch-Site` over https and on loopback, and `Origin`
     with every request that can change something, so a request that has neither is rejected if it changes something.
@@ -107,7 +107,7 @@ class ConsoleSessions:
     redis: Redis
 
     async def start(self, caller: KeyCaller) -> str:
-        """Store a session of the owner of a key, and return its token. Raises RedisUnreachable."""
+        """Store a session for a key's owner, and return the session's token. Raises RedisUnreachable."""
         assert caller.entry is not None
         token = secrets.token_urlsafe(32)
         session = json.dumps({"key_id": caller.entry.id, "digest": caller.entry.digest})
@@ -116,7 +116,7 @@ class ConsoleSessions:
         return token
 
     async def find(self, token: str) -> tuple[str, str] | None:
-        """Return id and digest of the key of a session, or None if it has ended. Raises RedisUnreachable."""
+        """Return the id and digest of a session's key, or None if the session has ended. Raises RedisUnreachable."""
         with reaching_redis():
             found = await self.redis.get(_key_of(token))
         if found is None:
@@ -144,7 +144,7 @@ async def _session_caller(request: Request, gateway: Gateway) -> Caller | None:
 
 
 def sign_in_response(request: Request, _: Exception) -> Response:
-    """Return the response to a visitor that must sign in: the form for a page, and an error for other requests."""
+    """Return the response to a visitor who must sign in: the form for a page, and an error for other requests."""
     base = base_of(request)
     form = f"{base}/sign-in"
     if "hx-request" in request.headers:

@@ -1,4 +1,4 @@
-"""Write the rows of an uploaded table or text as the requests of a batch."""
+"""Write the rows of an uploaded table or text as batch requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # endpoint → fie
 
 
 class TableRun(BaseModel):
-    """The fields of the form that describe the requests of a table. Empty fields are left out."""
+    """The form fields that describe a table's requests. Empty fields are left out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -49,7 +49,7 @@ class TableRun(BaseModel):
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> TableRun:
-        """Parse the fields of a form. Raises ApiError (400)."""
+        """Parse a form's fields. Raises ApiError (400)."""
         try:
             return cls.model_validate({"model": "", **{name: text for name, text in fields.items() if text.strip()}})
         except ValidationError as error:
@@ -72,14 +72,14 @@ class TableRun(BaseModel):
 
 
 def is_table(name: str) -> bool:
-    """Return whether the name of a file is that of a table or a text, instead of JSON lines."""
+    """Return whether a file name denotes a table or a text, instead of JSON lines."""
     return compression_of(Path(name)) == "" and format_of(Path(name), "auto") in ("csv", "tsv", "text")
 
 
 def write_requests(table: Path, name: str, run: TableRun, target: Path, max_line_bytes: int) -> None:
     """Write one request per row of a table. `name` is the name that the table had before the upload.
 
-    The id of a row is in the column `custom_id` or `id`, or it is the number of the row. Raises ApiError (400 or 413),
+    A row's id is in the column `custom_id` or `id`, or it is the row number. Raises ApiError (400 or 413),
     and OSError.
     """
     if table.stat().st_size > MAX_TABLE_BYTES:
@@ -106,7 +106,7 @@ def write_requests(table: Path, name: str, run: TableRun, target: Path, max_line
 
 
 def _template_of(run: TableRun, columns: list[str]) -> RowTemplate:
-    """Return the template for rows with these columns. Without one, the text is the only column besides the id.
+    """Return the template for rows with these columns. Without a template, the text is the only column besides the id.
 
     Raises ApiError (400), and InvalidJob if the template can't be parsed.
     """

@@ -1,4 +1,4 @@
-"""Make characters visible that could hide or reorder text, so that hostile text of a model can't imitate the page.
+"""Make characters visible that could hide or reorder text, so that hostile text from a model can't imitate the page.
 
 HTML itself is escaped by the templates and by `textContent`. Control characters and directional overrides are valid
 text in HTML, so escaping does not stop them.

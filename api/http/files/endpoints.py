@@ -1,4 +1,4 @@
-"""The endpoints of files."""
+"""The file endpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def delete(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedUpload:
-    """A file that was received within the limits of its tenant, and is deleted unless it is stored."""
+    """A file that was received within its tenant's limits, and is deleted unless it is stored."""
 
     form: UploadForm
     _files: FileService
@@ -92,7 +92,7 @@ class ReceivedUpload:
 
 @contextlib.asynccontextmanager
 async def receive_upload(request: Request, caller: Caller) -> AsyncIterator[ReceivedUpload]:
-    """Receive the form of a request with its file. Raises ApiError or ClientDisconnect."""
+    """Receive a request's form with its file. Raises ApiError or ClientDisconnect."""
     files, settings = _files(request), gateway_of(request).settings
     quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
     min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # size of the file at least, without other fields
@@ -112,7 +112,7 @@ def _files(request: Request) -> FileService:
 
 
 def _checked_life(form: UploadForm) -> int:
-    """Check the fields of a form. Return the lifetime of the file in seconds. Raises ApiError."""
+    """Check a form's fields. Return the file's lifetime in seconds. Raises ApiError."""
     fields = form.fields
     for name in fields:
         if name not in FILE_FIELDS:
@@ -128,13 +128,13 @@ def _checked_life(form: UploadForm) -> int:
 
 
 def check_not_empty(form: UploadForm) -> None:
-    """Raise ApiError (400) if the file of a form is empty."""
+    """Raise ApiError (400) if a form's file is empty."""
     if not form.num_bytes:
         raise ApiError(400, "file is empty; send a file with requests", param="file")
 
 
 def _life(fields: Mapping[str, str]) -> int:
-    """Return the lifetime of the file in seconds.
+    """Return the file's lifetime in seconds.
 
     Clients send the object `expires_after` either as JSON or as fields such as `expires_after[seconds]`.
     """

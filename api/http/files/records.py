@@ -1,4 +1,4 @@
-"""Store the records of files and batches in Redis.
+"""Store file and batch records in Redis.
 
 Each record is a hash, and each tenant has an index of its records.
 """
@@ -68,15 +68,14 @@ class RecordStore:
         self._advance = redis.register_script(lua_source(__package__, "advance"))
 
     async def now(self) -> float:
-        """Return the time of Redis' clock in Unix seconds. All gateways use this clock."""
+        """Return the time from Redis' clock in Unix seconds. All gateways use this clock."""
         with reaching_redis():
             return seconds_of(await self._redis.time())
 
     async def usage(self, caller: Caller) -> tuple[int, int]:
         """Return the number of files that belong to the caller's tenant, and their total size in bytes.
 
-        Both are counted from the records in each call, so they are exact even after a gateway died while it
-        added a file.
+        Both are counted from the records on each call, so they are exact even after a gateway died while adding a file.
         """
         arguments = [http_record_key(self._kind, ""), ""]
         with reaching_redis():
@@ -85,11 +84,11 @@ class RecordStore:
         return int(num_files), int(num_bytes)
 
     async def add(self, record: Mapping[str, Any], life_s: int, quota: FileQuota | None = None) -> bool:
-        """Store a record and add it to the list of its tenant.
+        """Store a record and add it to its tenant's list.
 
-        If the id already exists, return False and change nothing. `record` has the fields `id`, `tenant`,
+        If the id already exists, return False and change nothing. `record` contains the fields `id`, `tenant`,
         `created_at` and `status`, and optionally `gone_at`, the time at which it expires. Raises ApiError (429)
-        if the quota of the tenant is exceeded.
+        if the tenant's quota is exceeded.
         """
         object_id, life_s = record["id"], life_s + GRACE_S
         keys = [http_record_key(self._kind, object_id), http_records_key(self._kind, record["tenant"])]
@@ -129,7 +128,7 @@ class RecordStore:
         """Change fields and announce an event in the same step, if the status is one of `expected`.
 
         With a `lease_token`, the lease named after the record must also have this token. Return whether the
-        record was changed, and the status that it has afterwards (or "" if it does not exist).
+        record was changed, and its status afterwards (or "" if it does not exist).
         """
         lease_key = "" if lease_token is None else http_lease_key(object_id)
         keys = [http_record_key(self._kind, object_id), lease_key, webhook_events_key()]
@@ -141,7 +140,7 @@ class RecordStore:
         return bool(done), json.loads(status) if status else ""
 
     async def delete(self, object_id: str, tenant: str | None) -> bool:
-        """Delete a record, and remove it from the list of its tenant. Return False if it did not exist."""
+        """Delete a record, and remove it from its tenant's list. Return False if it did not exist."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.delete(http_record_key(self._kind, object_id))

@@ -53,19 +53,19 @@ class FileService:
         self._incoming: dict[str | None, list[int]] = {}  # by tenant, the sizes of uploads to this gateway
 
     async def store_id(self) -> str:
-        """Return the id of the store. Only gateways that use this store can drive its batches. Raises OSError."""
+        """Return the store's id. Only gateways that use this store can drive its batches. Raises OSError."""
         if self.known_store_id is None:
             self.known_store_id = await in_thread(FILES, ensure_store_id, self.store)
         return self.known_store_id
 
     async def read_store_id(self) -> str | None:
-        """Read the id of the store again. Return None while the store is empty. Raises OSError."""
+        """Read the store's id again. Return None while the store is empty. Raises OSError."""
         self.known_store_id = await in_thread(FILES, read_store_id, self.store)
         return self.known_store_id
 
     @contextlib.asynccontextmanager
     async def count_upload(self, caller: Caller, num_bytes: int, quota: FileQuota) -> AsyncIterator[None]:
-        """Count an upload of at least `num_bytes` against the quota while this gateway receives it.
+        """Count an upload of at least `num_bytes` against the quota while this gateway is receiving it.
 
         Other uploads in progress count too. Raises ApiError (429).
         """
@@ -137,7 +137,7 @@ class FileService:
             raise unavailable(error) from None
 
     async def delete(self, record: Mapping[str, Any]) -> None:
-        """Delete the record of a file, then its contents. Raises OSError."""
+        """Delete a file's record, then its contents. Raises OSError."""
         await self.records.delete(record["id"], record["tenant"])
         # If the contents are in another store, the sweep of its gateways deletes them.
         await self._delete_contents(record["id"], http_expiring_key(await self.store_id()))

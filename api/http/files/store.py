@@ -1,4 +1,4 @@
-"""Store the contents of files in a directory, or on any storage that fsspec supports.
+"""Store file contents in a directory, or on any storage that fsspec supports.
 
 All functions block, so call them in a thread.
 """
@@ -110,7 +110,7 @@ class UrlStore:
     def __init__(self, url: str, work_dir: Path) -> None:
         """Create a store. `work_dir` is a directory on this machine for uploads and runs.
 
-        Raises SettingsError if fsspec or its package for such URLs is not installed.
+        Raises SettingsError if fsspec or the package that it needs for such URLs is not installed.
         """
         try:
             import fsspec  # an extra, and a slow import
@@ -131,7 +131,7 @@ class UrlStore:
     def put_first(self, data: bytes, name: str) -> None:
         """Store these bytes unless the name already exists.
 
-        This is only checked if the file system supports it, as S3 and Google Cloud Storage do.
+        The check is made only if the file system supports it, as S3 and Google Cloud Storage do.
         """
         with contextlib.suppress(FileExistsError), _as_os_errors():
             self._system.pipe_file(self._new_path(name), data, mode="create")
@@ -152,7 +152,7 @@ class UrlStore:
     def older_than(self, before: float) -> list[str]:
         """Return nothing, because listing a whole bucket is slow.
 
-        Lifecycle rules of the bucket can delete old objects.
+        The bucket's lifecycle rules can delete old objects.
         """
         return []
 
@@ -181,7 +181,7 @@ def store_of(settings: Settings) -> FileStore:
 
 
 def read_store_id(store: FileStore) -> str | None:
-    """Return the id of the store, or None while the store is empty. Raises OSError.
+    """Return the store's id, or None while the store is empty. Raises OSError.
 
     The id is a file in the store. Gateways that read the same id share the contents, even if they use different paths
     or URLs.
@@ -194,7 +194,7 @@ def read_store_id(store: FileStore) -> str | None:
 
 
 def ensure_store_id(store: FileStore) -> str:
-    """Return the id of the store. If the store has no id, the first gateway writes a new id. Raises OSError."""
+    """Return the store's id. If the store has no id, the first gateway writes a new id. Raises OSError."""
     if (store_id := read_store_id(store)) is None:
         store.put_first(uuid.uuid4().hex.encode(), STORE_ID)
         store_id = read_store_id(store)
@@ -216,7 +216,7 @@ def open_new(path: Path) -> BinaryIO:
 
 
 def write_new(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file that only this user can read. The file is on disk when this returns. Raises OSError."""
+    """Write a file that only this user can read. The file is on disk when the function returns. Raises OSError."""
     with open_new(path) as file:
         for block in blocks:
             file.write(block)
@@ -239,7 +239,7 @@ def download(store: FileStore, name: str, local: Path) -> None:
 
 
 def unavailable(error: OSError) -> ApiError:
-    """Log an error of the store. Return an error for the client that contains no paths of this machine."""
+    """Log a store error. Return an error for the client that contains no paths on this machine."""
     log.error("file store failed", detail=f"{error}; the request gets 503")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = "the gateway has no space left for files; delete some"
@@ -250,7 +250,7 @@ def unavailable(error: OSError) -> ApiError:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Convert the errors of fsspec's file systems into OSError."""
+    """Convert errors from fsspec's file systems into OSError."""
     try:
         yield
     except OSError:

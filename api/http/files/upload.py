@@ -30,7 +30,7 @@ UPLOADS = "incoming"
 
 @dataclass(slots=True)
 class UploadForm:
-    """The fields of a form, and the `path` of its uploaded file."""
+    """A form's fields, and the `path` of its uploaded file."""
 
     path: Path
     fields: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class UploadForm:
 
 @contextlib.asynccontextmanager
 async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
-    """Receive the form of a request. Its file is deleted at the end. Raises ApiError or ClientDisconnect."""
+    """Receive a request's form. The form's file is deleted at the end. Raises ApiError or ClientDisconnect."""
     boundary = _boundary(request)
     if declared_bytes(request) > limit + MAX_FORM_BYTES:
         raise _too_large(limit)
@@ -62,7 +62,7 @@ async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIte
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:
-    """Delete what remains of uploads to gateways that died."""
+    """Delete the remains of uploads to gateways that died."""
     for directory in (work_dir / UPLOADS).glob("*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_mtime < now - OLD_S:

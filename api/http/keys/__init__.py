@@ -1,4 +1,4 @@
-"""Authenticate requests by API key, and apply the rights and the limits of each key.
+"""Authenticate requests by API key, and apply each key's rights and limits.
 
 This package may use `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
 """

@@ -1,4 +1,4 @@
-"""Authenticate requests by API key, and admit them within the limits of the key."""
+"""Authenticate requests by API key, and admit them within the key's limits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KeyAccess:
         keyless: Access | None = None,
         model_aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """Create the access control. A key that names an alias of a model may use that model."""
+        """Create the access control. A key that names a model's alias may use that model."""
         self._redis = redis
         self._aliases = model_aliases or {}
         self._store = KeyStore(redis, file)
@@ -140,7 +140,7 @@ class _Admitted:
     _ending: asyncio.Task[None] | None = None
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge tokens and jobs. If this raises ApiError (429), the earlier charges remain."""
+        """Charge tokens and jobs. If this call raises ApiError (429), the earlier charges remain."""
         if self._entry.tokens_per_minute is None and (self._entry.concurrent_jobs is None or num_jobs == 1):
             return
         # Set before Redis answers: if the answer is lost, `end` returns what may have been reserved.
@@ -204,7 +204,7 @@ def _over_limit(
 
 @contextlib.contextmanager
 def _redis_errors_as_503() -> Iterator[None]:
-    """Convert errors of Redis into ApiError (503). The reason is logged, but hidden from clients."""
+    """Convert Redis errors into ApiError (503). The reason is logged, but hidden from clients."""
     try:
         yield
     except RedisError as error:

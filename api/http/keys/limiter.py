@@ -1,9 +1,9 @@
-"""Limits of API keys. Redis counts usage by its own clock, so limits are exact with any number of gateways.
+"""API key limits. Redis counts usage by its own clock, so limits are exact with any number of gateways.
 
-Requests and tokens count for 60 s after they were charged, so their number never exceeds the limit in any interval of
-60 s. A request is charged, and counts as one job, before its body is read. Once the body is known, its estimated tokens
-are charged. At the end, the tokens that the request used replace the estimate. Each job has a lease, which its gateway
-renews. If the gateway dies, its jobs stop counting after LEASE_S.
+Requests and tokens count for 60 s after they are charged, so their number never exceeds the limit in any 60 s
+interval. A request is charged, and counts as one job, before its body is read. Once the body is known, its estimated
+tokens are charged. At the end, the tokens that the request used replace the estimate. Each job has a lease, which its
+gateway renews. If the gateway dies, its jobs stop counting after LEASE_S.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Call = tuple[str, list[str], list[Any]]  # name, keys and arguments of a script
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """The decision of a key's limits about a request, and the usage of the key including this request."""
+    """The decision that a key's limits make about a request, and the key's usage including this request."""
 
     verdict: str  # "in", "requests", "tokens", "jobs"; "too large" and "too many" can never be admitted
     wait_s: float
@@ -94,7 +94,7 @@ class LimitDecision:
 
     @property
     def is_permanent(self) -> bool:
-        """Whether a retry of the same request is certain to fail too."""
+        """Whether retrying the same request is certain to fail."""
         return self.verdict in ("too large", "too many")
 
 
@@ -191,7 +191,7 @@ class Limiter:
         return await self._calls.call((name, keys, [*arguments, now, *(after or ())]))
 
     async def _run_all(self, calls: Sequence[Call]) -> list[Any]:
-        """Run all calls in one round trip. An error of one call does not affect the others."""
+        """Run all calls in one round trip. An error in one call does not affect the others."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name, keys, arguments in calls:
                 await self._scripts[name](keys=keys, args=arguments, client=pipe)

@@ -45,7 +45,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def _run(parsed: ParsedRequest, url: str) -> tuple[list[Any], int, dict[str, str]]:
-    """Return the vectors, the number of tokens, and the headers of the response.
+    """Return the vectors, the number of tokens, and the response headers.
 
     Without texts, only the model is looked up.
     """

@@ -59,7 +59,7 @@ class OllamaRequest(JobsRequest):
 
 
 def parse_request(parsed: ParsedRequest, url: str, model: ModelView) -> OllamaRequest:
-    """Parse a body. The payload of the job validates the remaining parameters. Raises ApiError."""
+    """Parse a body. The job's payload validates the remaining parameters. Raises ApiError."""
     tier, is_stream = parsed.tier(), flag(parsed.body, "stream", default=True)
     members = {name: value for name, value in parsed.body.items() if name not in _GATEWAY_PARAMETERS}
     try:

@@ -25,7 +25,7 @@ _REMEDIES = {  # path → methods, and the command to run instead
 
 
 def _rejecting(path: str, remedy: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint of its own for each path, because requests are counted by their endpoint."""
+    """Return a separate endpoint for each path, because requests are counted by their endpoint."""
 
     async def reject(request: Request) -> Response:
         await caller_of(request)

@@ -15,7 +15,7 @@ BODY_TYPES = (BODY_TYPE, "", "application/x-www-form-urlencoded")
 
 
 async def read_body(request: Request) -> ParsedRequest:
-    """Parse the body of a request, as `read` does."""
+    """Parse a request's body, as `read` does."""
     return await read(request, BODY_TYPES)
 
 

@@ -1,4 +1,4 @@
-"""Assemble the OpenAPI document from the routes of the gateway and the table of operations."""
+"""Assemble the OpenAPI document from the gateway's routes and the operation table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 def gateway_document(routes: Iterable[BaseRoute], server: str = "/") -> dict[str, Any]:
-    """Return the document for these routes, except Ollama's API and the pages of the console.
+    """Return the document for these routes, except Ollama's API and the console's pages.
 
     `server` is the URL below which the gateway is served. Raises LookupError for a route or a parameter that the
     tables don't describe.
@@ -110,7 +110,7 @@ def gateway_document(routes: Iterable[BaseRoute], server: str = "/") -> dict[str
 
 
 def api_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
-    """Yield the method and the path of each route of an API, and the first path of the same endpoint.
+    """Yield the method and path of each API route, and the first path of the same endpoint.
 
     Routes with the same endpoint are aliases.
     """
@@ -125,7 +125,7 @@ def api_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
 
 
 def _add_links(paths: Mapping[str, Mapping[str, Any]]) -> None:
-    """Link each operation that creates an object to the operations of this object, whose paths contain its id."""
+    """Link each operation that creates an object to the operations on that object, whose paths contain its id."""
     for path, methods in paths.items():
         links = {}
         for other, other_methods in paths.items():
@@ -219,7 +219,7 @@ def _answer(operation: Operation, schemas: Schemas, error_schemas: Mapping[Error
 
 
 def _event(data: dict[str, Any], errors: list[dict[str, Any]], *, has_end: bool) -> dict[str, Any]:
-    """Return the schema of each event of a stream. A stream that fails has an error in its last event."""
+    """Return the schema of each event of a stream. If a stream fails, its last event contains an error."""
     text = {
         "type": "string",
         "contentMediaType": "application/json",

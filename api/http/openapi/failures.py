@@ -1,4 +1,4 @@
-"""Group the error codes by the work that an endpoint does, and describe the responses with errors."""
+"""Group the error codes by the work that an endpoint does, and describe the error responses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RequestFailure:
 
 
 def failures_of(reasons: Iterable[str | int], styles: Iterable[ErrorStyle]) -> dict[int, list[RequestFailure]]:
-    """Return the failures by status, in each style.
+    """Return the failures keyed by status, in each style.
 
     A reason is an error code, or the status of an error without a code.
     """
@@ -81,6 +81,6 @@ def phrase_of(status: int) -> str:
 
 
 def description_of(status: int, failures: Iterable[RequestFailure]) -> str:
-    """Return the description of a response, with the codes that it can have."""
+    """Return the description of a response, with the codes that it can contain."""
     reasons = dict.fromkeys(f"`{one.code}`: {one.meaning}." if one.code else f"{one.meaning}." for one in failures)
     return "\n\n".join([phrase_of(status), *(f"- {reason}" for reason in reasons)])

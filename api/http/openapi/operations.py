@@ -1,7 +1,7 @@
-"""The table of all operations of the gateway. An endpoint without a row fails a test.
+"""The table of all gateway operations. An endpoint without a row fails a test.
 
 A row contains only what the code of the endpoint doesn't define elsewhere: a summary, the shapes of the answers, the
-reasons for which it can fail, and examples.
+reasons why it can fail, and examples.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _json_or_events(type_: Any, events: Events) -> dict[str, Any]:
 
 
 def _page(default: int, largest: int) -> dict[str, Any]:
-    """Return the query parameters of a list (`PageQuery`)."""
+    """Return a list's query parameters (`PageQuery`)."""
     return {
         "after": {"type": "string", "description": "Id of the object before the page."},
         "limit": {"type": "integer", "minimum": 1, "maximum": largest, "default": default},

@@ -23,7 +23,7 @@ _CALLERS_TYPES = {**vars(parameters), "Mapping": Mapping, "Sequence": Sequence}
 
 
 class UntitledSchemas(GenerateJsonSchema):
-    """Generates schemas without titles, which only repeat the names."""
+    """Generates schemas without titles, because titles only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -33,8 +33,8 @@ class UntitledSchemas(GenerateJsonSchema):
 class BodyTable:
     """Describes the JSON body of an endpoint by the tables that the endpoint itself uses.
 
-    A parameter has the shape in `own` if there is one. Otherwise `rules` determine its handling, and a parameter
-    without a rule has the shape of the parameter of the job. `names` are the accepted parameters. Without `names`,
+    A parameter has the shape in `own` if there is one. Otherwise, `rules` determine its handling, and a parameter
+    without a rule has the shape of the job parameter. `names` are the accepted parameters. Without `names`,
     these are all parameters in `own`, in `rules` and of the job.
     """
 
@@ -52,7 +52,7 @@ class Schemas:
         self.components: dict[str, Any] = {}
 
     def of(self, type_: Any) -> dict[str, Any]:
-        """Return the schema of a type. A TypedDict becomes a reference to a component."""
+        """Return a type's schema. A TypedDict becomes a reference to a component."""
         # In a list, pydantic refers to the type instead of inlining it.
         schema = TypeAdapter(list[type_]).json_schema(ref_template=REF, schema_generator=UntitledSchemas)
         for name, component in schema.get("$defs", {}).items():

@@ -96,7 +96,7 @@ class TokenizeParameters(TypedDict, total=False):
 
 
 class TokenPiece(TypedDict):
-    """A token and its text, or the bytes of its text if they are not valid UTF-8."""
+    """A token and its text, or the text's bytes if they are not valid UTF-8."""
 
     id: int
     piece: str | list[int]
@@ -187,7 +187,7 @@ class RankedDocument(TypedDict):
 
 
 class RerankResults(TypedDict):
-    """The documents with their scores, the best first."""
+    """The documents with their scores, best first."""
 
     object: Literal["list"]
     model: str
@@ -199,7 +199,7 @@ class RerankResults(TypedDict):
 
 
 class FileLife(TypedDict):
-    """The lifetime of a file."""
+    """A file's lifetime."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -232,7 +232,7 @@ class FileList(TypedDict):
 
 
 class DeletedFile(TypedDict):
-    """A file that was deleted."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"]
@@ -264,7 +264,7 @@ class BatchProblems(TypedDict):
 
 
 class RequestCountsOfBatch(TypedDict):
-    """The numbers of a batch's requests."""
+    """The counts of a batch's requests."""
 
     total: int
     completed: int

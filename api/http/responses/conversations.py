@@ -1,4 +1,4 @@
-"""Count the tokens of a conversation, and replace a conversation with a summary.
+"""Count a conversation's tokens, and replace a conversation with a summary.
 
 No record is stored for these requests.
 """

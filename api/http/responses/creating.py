@@ -42,7 +42,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")  # contains the id of the re
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A response that a new response continues. `has_context` is True while Redis stores the tokens of its context."""
+    """A response that a new response continues. `has_context` is True while Redis stores the context's tokens."""
 
     record: ResponseRecord
     status: ResponseStatus
@@ -53,8 +53,8 @@ class Previous:
     ) -> str | None:
         """Return the `parent_key` for a continuation, or None if a continuation would have a different context.
 
-        Only a user message can continue a context, because many chat templates reject tool results without
-        their calls, and system messages in the middle.
+        Only a user message can continue a context, because many chat templates reject tool results without their calls,
+        and system messages within a conversation.
         """
         record = self.record
         is_same = self.has_context and self.status.response["status"] == "completed"
@@ -94,7 +94,7 @@ async def _finished(parsed: ParsedRequest, records: ResponseStore, response_id: 
 
 
 async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: ResponseRecord) -> list[dict[str, Any]]:
-    """Return the messages of the job. Raises ApiError."""
+    """Return the job's messages. Raises ApiError."""
     if record.parent_key is not None:
         return messages_of(record.items)
     items = [*await items_before(parsed, records, record.previous), *record.items]
@@ -143,7 +143,7 @@ class NewResponse:
 
 
 async def parse_response(parsed: ParsedRequest, model: ModelView, records: ResponseStore) -> NewResponse:
-    """Parse a body. The payload of its job validates the other parameters. Raises ApiError."""
+    """Parse a body. The job's payload validates the other parameters. Raises ApiError."""
     body = {name: value for name, value in parsed.body.items() if name != "cache_salt"}
     is_stream, background = flag(body, "stream"), flag(body, "background")
     store, tier = flag(body, "store", default=True), parsed.tier()
@@ -282,7 +282,7 @@ async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> New
 async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore) -> ResponseRecord:
     """Store the record, then queue the job.
 
-    If the idempotency key is repeated, return the record of the first request.
+    If the idempotency key is repeated, return the first request's record.
     """
     parsed, record = running.parsed, new.record
     await running.admit(new.num_tokens)
@@ -307,7 +307,7 @@ async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore
 
 
 async def _chat(parsed: ParsedRequest, record: ResponseRecord, messages: list[dict[str, Any]]) -> AsyncJob[Any]:
-    """Queue the job. Its idempotency key is the id of the response, so there is only one job per response."""
+    """Queue the job. The job's idempotency key is the response's id, so there is only one job per response."""
     params: dict[str, Any] = dict(record.params)
     if record.parent_key is not None:
         params["parent_key"] = record.parent_key

@@ -31,7 +31,7 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 class ResponseStatus:
     """The current state of a response. `response` is the object for clients.
 
-    After the end, `finish_key` names the context of the response, if there is a context. `has_all_events` is False
+    After the end, `finish_key` names the response's context, if there is a context. `has_all_events` is False
     if events have expired, so that the response can't be streamed.
     """
 
@@ -42,7 +42,7 @@ class ResponseStatus:
 
 
 async def status_of(gateway: Gateway, record: ResponseRecord) -> ResponseStatus:
-    """Return the status of a response. Raises ApiError (404) if the journal and the result of its job have expired."""
+    """Return a response's status. Raises ApiError (404) if the journal and the result of its job have expired."""
     journal = journal_key(record.job_id)
     with reaching_redis():
         pipe = gateway.redis.pipeline(transaction=False)
@@ -65,7 +65,7 @@ async def status_of(gateway: Gateway, record: ResponseRecord) -> ResponseStatus:
 
 
 async def end_of(gateway: Gateway, record: ResponseRecord, timeout_s: float = CANCELLED_S) -> ResponseStatus:
-    """Wait until the job has ended, for up to `timeout_s`. Return the status of the response."""
+    """Wait until the job has ended, for up to `timeout_s`. Return the response's status."""
     with contextlib.suppress(TimeoutError, JobError):  # `status_of` reports problems of the stream
         async with asyncio.timeout(timeout_s):
             async for _ in gateway.client.stream(record.job_id, timeout=timeout_s):
@@ -85,8 +85,8 @@ def _ended(response_events: ResponseEvents, events: list[Mapping[str, Any]]) -> 
 async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseStatus | None:
     """Return the status after all events of the journal, or None if some events have expired.
 
-    Events are read in pages, so that other requests are served in between. A journal may contain as many events as
-    the context of the model has tokens.
+    Events are read in pages, so that other requests can be served in between. A journal may contain as many events as
+    the model's context has tokens.
     """
     response_events, after, event = ResponseEvents(record), "-", None
     while True:

@@ -1,4 +1,4 @@
-"""Store the records of responses in Redis."""
+"""Store response records in Redis."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ResponseStore:
     async def delete(self, record: ResponseRecord) -> None:
         """Delete all data of a response whose job has ended.
 
-        The result of a job is stored in Celery's result backend shortly after the job ends. This method waits
+        A job's result is stored in Celery's result backend shortly after the job ends. This method waits
         for the result, so that no data remains.
         """
         deadline = time.monotonic() + RESULT_WAIT_S
@@ -110,6 +110,6 @@ class ResponseStore:
         await self.withdraw(record)
 
     async def _has_result(self, job_id: str) -> bool:
-        """Return whether Celery's result backend has the result of a finished job, so that the job is complete."""
+        """Return whether Celery's result backend contains a finished job's result, so that the job is complete."""
         with reaching_redis():
             return await self._redis.zscore(due_key(), job_id) is None

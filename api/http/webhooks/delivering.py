@@ -31,7 +31,7 @@ LEASE_MARGIN_S = 30.0  # a lease lasts this much longer than an attempt, for the
 
 
 class Webhooks:
-    """Delivers webhooks from `start` to `close`, in one event loop. Any number of gateways may share this work."""
+    """Delivers webhooks from `start` to `close`, in one event loop. Any number of gateways may share the work."""
 
     def __init__(self, redis: Redis, sender: Sender, timeout_s: float) -> None:
         """Create a loop that is not started yet.

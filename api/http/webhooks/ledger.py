@@ -1,6 +1,6 @@
-"""Record the deliveries of webhooks in Redis.
+"""Record webhook deliveries in Redis.
 
-They are created from announced events, taken under a lease, and settled by the lease's holder.
+Deliveries are created from announced events, taken under a lease, and settled by the lease's holder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Delivery:
 
 
 class DeliveryLedger:
-    """Creates, leases and settles deliveries. It is safe to repeat each call. Methods raise RedisError."""
+    """Creates, leases and settles deliveries. Every call is safe to repeat. Methods raise RedisError."""
 
     def __init__(self, redis: Redis, token: str) -> None:
         """Create a ledger. `token` identifies this gateway in leases."""
@@ -74,8 +74,8 @@ class DeliveryLedger:
     ) -> list[Delivery]:
         """Take up to `max_num` due deliveries, which no other gateway can take until the lease expires.
 
-        `num_to` maps endpoints to the number of attempts in progress in this gateway. Including the deliveries
-        that are taken, no endpoint exceeds `max_per_endpoint`.
+        `num_to` maps endpoints to the number of attempts in progress in this gateway. Including the newly taken
+        deliveries, no endpoint exceeds `max_per_endpoint`.
         """
         in_progress = [part for pair in (num_to or {}).items() for part in pair]
         taken = await self._scripts["take"](

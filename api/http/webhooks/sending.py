@@ -44,9 +44,9 @@ async def resolve_host(host: str, port: int) -> list[str]:
 
 
 async def target_of(url: str, *, private: bool = False, resolve: Resolver = resolve_host) -> Target:
-    """Resolve the URL of a webhook. Raises OSError if its name has no address.
+    """Resolve the URL of a webhook. Raises OSError if its host name has no address.
 
-    Raises AddressRefused if one of the addresses is not global, unless `private` allows it.
+    Raises AddressRefused if any of the addresses is not global, unless `private` allows it.
     """
     parts = urlsplit(url)
     if parts.scheme != "https" and not private:
@@ -87,7 +87,7 @@ GONE = 410  # the endpoint rejects all further events, as Standard Webhooks defi
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """The outcome of an attempt: the status, or the reason why there was no response."""
+    """An attempt's outcome: the status, or the reason why there was no response."""
 
     status: int | None
     reason: str = ""
@@ -104,7 +104,7 @@ class DeliveryOutcome:
 
 
 def body_of(delivery: Delivery) -> bytes:
-    """Return the body of the request, which is the same in each attempt."""
+    """Return the request body, which is the same in each attempt."""
     value = {
         "id": delivery.event_id,
         "object": "event",

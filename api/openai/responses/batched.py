@@ -1,4 +1,4 @@
-"""Convert requests of a batch for `/v1/responses` into parameters of chats, and results into responses."""
+"""Convert requests of a batch for `/v1/responses` into chat parameters, and results into responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def params_of_line(body: Mapping[str, Any]) -> dict[str, Any]:
 def response_of_line(
     line_id: str, body: Mapping[str, Any], params: Mapping[str, Any], result: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the response. `body` has the fields that the response repeats. It is not stored by any gateway.
+    """Return the response. `body` has the fields that the response repeats. No gateway stores the response.
 
     A bulk run does not know the defaults of the model, so the response shows those of jobs.
     """

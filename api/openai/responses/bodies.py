@@ -1,4 +1,4 @@
-"""Convert bodies of `/v1/responses` into parameters of chats and fields of responses. Functions raise InvalidJob."""
+"""Convert bodies of `/v1/responses` into chat parameters and response fields. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
 def response_fields(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a response that repeat values of the body, or the values that apply without them.
 
-    `defaults` are the model's defaults of sampling parameters.
+    `defaults` are the model's default sampling parameters.
     """
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel, warnings = body.get("parallel_tool_calls"), warnings_of_tools(body)

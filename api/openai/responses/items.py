@@ -1,4 +1,4 @@
-"""Convert conversation items into messages of a chat, and into the format of lists of items.
+"""Convert conversation items into chat messages, and into the item list format.
 
 Functions raise InvalidJob.
 """
@@ -151,7 +151,7 @@ def _part(where: str, part: Any) -> str:
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Consecutive reasoning, text and calls become one assistant message.
+    """Return a chat's messages. Consecutive reasoning, text and calls become one assistant message.
 
     Reasoning is sent without its signature, which is only valid for the original messages. The messages differ
     here, because instructions apply to one response only.
@@ -175,7 +175,7 @@ def _tool_result(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summary(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary as a message of the user, because a last message of the assistant would be continued."""
+    """Return the summary as a user message, because a final assistant message would be continued."""
     summary = item["encrypted_content"].removeprefix(SUMMARY_PREFIX)
     return {"role": "user", "content": _SUMMARY_HEAD + summary}
 

@@ -1,4 +1,4 @@
-"""Define how each parameter of `/v1/responses` is handled. Other parameters are parameters of jobs, or unknown."""
+"""Define how each parameter of `/v1/responses` is handled. Other parameters are job parameters, or unknown."""
 
 from __future__ import annotations
 

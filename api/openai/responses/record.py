@@ -11,7 +11,7 @@ from typing import Any
 class ResponseRecord:
     """The stored record of a response. Tenants other than `tenant` get 404 for its id.
 
-    `items` are the items of the body's `input`. `params` are the parameters of the job, except the messages and the
+    `items` are the items of the body's `input`. `params` are the job's parameters, except the messages and the
     model.
 
     If there is a `parent_key`, the job continues the context of this key with the items. Otherwise the whole

@@ -28,7 +28,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputTextPart(TypedDict):
-    """A text of an item."""
+    """A text part of an item."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -47,7 +47,7 @@ class InputMessage(TypedDict):
 
 
 class InputFunctionCall(TypedDict):
-    """A call of the model that the client sends back."""
+    """A tool call from the model that the client sends back."""
 
     type: Literal["function_call"]
     id: NotRequired[str]
@@ -67,7 +67,7 @@ class InputFunctionOutput(TypedDict):
 
 
 class InputReasoning(TypedDict):
-    """Reasoning of the model that the client sends back."""
+    """Reasoning from the model that the client sends back."""
 
     type: Literal["reasoning"]
     id: NotRequired[str]
@@ -159,14 +159,14 @@ class ResponseParameters(OtherServersParameters, total=False):
 
 
 class ReasoningPart(TypedDict):
-    """A text of the reasoning."""
+    """A text part of the reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputTextPart(TypedDict):
-    """A text of the answer."""
+    """A text part of the answer."""
 
     type: Literal["output_text"]
     text: str
@@ -175,7 +175,7 @@ class OutputTextPart(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """The reasoning of the model. `encrypted_content` is its signature."""
+    """The model's reasoning. `encrypted_content` is its signature."""
 
     id: str
     type: Literal["reasoning"]
@@ -186,7 +186,7 @@ class ReasoningItem(TypedDict):
 
 
 class MessageItem(TypedDict):
-    """A message of the model."""
+    """A message from the model."""
 
     id: str
     type: Literal["message"]
@@ -196,7 +196,7 @@ class MessageItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A call of the model. `arguments` is a JSON object as text."""
+    """A tool call from the model. `arguments` is a JSON object as text."""
 
     id: str
     type: Literal["function_call"]
@@ -254,19 +254,19 @@ class InputItemList(TypedDict):
 
 
 class ReasoningTokens(TypedDict):
-    """Details of the generated tokens."""
+    """Details about the generated tokens."""
 
     reasoning_tokens: int
 
 
 class InputTokensDetails(CachedTokens):
-    """Details of the prompt's tokens."""
+    """Details about the prompt's tokens."""
 
     cache_write_tokens: int
 
 
 class ResponseUsage(TypedDict):
-    """Numbers of tokens."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -359,7 +359,7 @@ class ResponseObject(TypedDict):
 
 
 class DeletedResponse(TypedDict):
-    """A response that was deleted."""
+    """A deleted response."""
 
     id: str
     object: Literal["response"]
@@ -386,7 +386,7 @@ class ResponseStateEvent(TypedDict):
 
 
 class CompactedConversation(TypedDict):
-    """The messages of the user, followed by a summary of the conversation."""
+    """The user's messages, followed by a summary of the conversation."""
 
     id: str
     object: Literal["response.compaction"]

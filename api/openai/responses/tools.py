@@ -1,4 +1,4 @@
-"""Convert the tools of a body into functions, also those in tools of type `namespace`.
+"""Convert a body's tools into functions, including the functions in tools of type `namespace`.
 
 A template knows only functions, so a function in a namespace is offered to the model as `NAMESPACE__NAME`. Clients
 receive its calls, and send them back, with the two parts as `namespace` and `name`. Functions raise InvalidJob.
@@ -69,7 +69,7 @@ def shown_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def warnings_of_tools(body: Mapping[str, Any]) -> list[str]:
-    """Return a warning for each type of skipped tools."""
+    """Return a warning for each type of skipped tool."""
     inner = (tool for namespace in _tools(body) if _is_namespace(namespace) for tool in namespace["tools"])
     skipped = [
         str(tool.get("type")) for tool in [*_tools(body), *inner] if not (_is_function(tool) or _is_namespace(tool))
@@ -82,7 +82,7 @@ def warnings_of_tools(body: Mapping[str, Any]) -> list[str]:
 
 
 def names_of(shown: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return `namespace` and `name` of each function in a namespace, by the name that the model uses.
+    """Return `namespace` and `name` of each function in a namespace, keyed by the name that the model uses.
 
     `shown` are the tools that a response repeats.
     """

@@ -272,7 +272,7 @@ class CanvasScenario:
         return [shown(row), *map(shown, points)], wrong
 
     def _undisturbed(self, planned: Sequence[tuple[str, str]]) -> dict[tuple[int, int], ReferenceText]:
-        """Return the text of each job in an undisturbed run, by canvas number and position."""
+        """Return each job's text in an undisturbed run, keyed by canvas number and position."""
         builder = Builder(self._args, LOGPROBS)
         canvases = [builder.build(number, kind, "undisturbed") for number, (kind, _) in enumerate(planned)]
         self._send(canvases)

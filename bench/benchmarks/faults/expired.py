@@ -1,8 +1,8 @@
 """Check that each job ends once when its worker and half of the journals are lost.
 
-While no worker runs, the journals outlive `journal_ttl_s`. Then half of them are deleted, as if they had expired. A job
-without its journal ends with `stream_trimmed`, and the others resume. No job may be repeated endlessly, and each end
-must be in the journal and in Celery's result.
+While no worker is running, the journals outlive `journal_ttl_s`. Then half of them are deleted, as if they had expired.
+A job without its journal ends with `stream_trimmed`, and the others resume. No job may be repeated endlessly, and each
+end must be in the journal and in Celery's result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAIR_ATTEMPTS = 3  # attempts at a job whose worker stopped once; each further a
 
 
 class ExpiryScenario(Scenario):
-    """A scenario in which journals expire while no worker runs."""
+    """A scenario in which journals expire while no worker is running."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         super().__init__(service, args)

@@ -192,7 +192,7 @@ class _Fuzz:
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
     def level(self, before: _Level | None = None) -> _Level:
-        """Wait until no job runs and the state equals the initial one, or until a timeout, and return the state."""
+        """Wait until no job is running and the state equals the initial one, or until a timeout. Return the state."""
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))

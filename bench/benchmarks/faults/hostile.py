@@ -33,7 +33,7 @@ class FuzzPayload:
 
 
 def corpus() -> list[FuzzPayload]:
-    """Return all entries by unique names."""
+    """Return all entries, which have unique names."""
     return [*_surrogates(), *_sampling(), *_grammars(), *_schemas(), *_texts(), *_sizes(), *_messages()]
 
 

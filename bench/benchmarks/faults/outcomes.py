@@ -58,7 +58,7 @@ def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
 
 
 def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
-    """Return whether all these jobs have ended, no message is held and nothing runs."""
+    """Return whether all these jobs have ended, no message is held and nothing is running."""
     if redis.zcard(leases_key()) or redis.zcard(running_key()):
         return False
     return set(of_jobs(redis, job_ids, "state")) <= {b"done"}

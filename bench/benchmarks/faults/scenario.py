@@ -133,7 +133,7 @@ class Scenario:
         return reference_texts([self._result(job) for job in self.submit(LOGPROBS)], SOURCE)
 
     def _text(self, job: Any) -> str:
-        """Return the text, or '' if the job fails or does not end."""
+        """Return the job's text, or '' if the job fails or does not end."""
         try:
             return str(self._result(job)["text"])
         except (JobFailed, TaskRevokedError, CeleryTimeoutError) as error:

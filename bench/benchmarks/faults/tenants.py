@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import threading
 import time
 from collections import Counter
@@ -82,19 +83,34 @@ class TenantScenario(Scenario):
         return [shown(row)], wrong
 
     def submit(self, logprobs: int | None = None, count: int | None = None) -> list[Any]:
-        """Queue the jobs of one tenant after the other."""
+        """Queue the jobs of one tenant after the other while the workers are suspended.
+
+        Otherwise, they would start several jobs of the first tenants before the others have any.
+        """
         from cellama.tasks import generate
 
         params: GenerateParams = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True}
         params["logprobs"] = logprobs
         jobs: list[Any] = []
-        for index, prompt in enumerate(prompts(self._args.jobs)[:count]):
-            tenant = f"tenant-{index * NUM_TENANTS // self._args.jobs:02d}"
-            params["stream"] = index % 2 == 0
-            jobs.append(generate.apply_async(("tiny", prompt), params, fairness_key=tenant))
-            self._watch.add(jobs[-1].id, tenant)
+        with self._suspended_workers():
+            for index, prompt in enumerate(prompts(self._args.jobs)[:count]):
+                tenant = f"tenant-{index * NUM_TENANTS // self._args.jobs:02d}"
+                params["stream"] = index % 2 == 0
+                jobs.append(generate.apply_async(("tiny", prompt), params, fairness_key=tenant))
+                self._watch.add(jobs[-1].id, tenant)
         self._watch.is_complete = True
         return jobs
+
+    @contextlib.contextmanager
+    def _suspended_workers(self) -> Iterator[None]:
+        processes = list(self._service.processes.values())
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
 
 
 class Watch:

@@ -108,7 +108,7 @@ def _arrive(path: Path, args: argparse.Namespace, server_slots: int, arrivals: A
 
 
 def _longest(arrivals: Arrivals) -> int:
-    """Return the number of tokens of the longest request of any phase. Bulk requests contain no chats."""
+    """Return the token count of the longest request in any phase. Bulk requests contain no chats."""
     phases = [arrivals.conversations(load, index) for load in arrivals.loads for index in range(len(arrivals.rates))]
     return max(LoadShape(1, scale=arrivals.shape.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
 

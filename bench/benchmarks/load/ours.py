@@ -20,7 +20,7 @@ _BATCH = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bat
 
 
 def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """Run the engine without a queue, with the lines in the order of the file, as the baseline."""
+    """Run the engine without a queue, with the lines in file order, as the baseline."""
     with loaded(model, **options) as ours:
         warm_up(ours)
 
@@ -37,7 +37,7 @@ def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> 
 
 
 def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """Run a worker with one Celery job per line, in the order of the file."""
+    """Run a worker with one Celery job per line, in file order."""
 
     def run(out: IO[str]) -> None:
         from cellama.tasks import GenerateParams, generate
@@ -70,7 +70,7 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> T
 
 
 def batch_command(source: Path, target: Path) -> list[str]:
-    """Return the command of a bulk run. The environment contains the URL of Redis."""
+    """Return the command for a bulk run. The environment contains the Redis URL."""
     return [*_BATCH, "run", str(source), "-o", str(target), "--model", "bench"]
 
 

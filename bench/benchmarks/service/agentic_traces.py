@@ -1,8 +1,8 @@
 """Measure how much of each turn is computed again in sessions of coding agents that AIPerf generates and sends.
 
-Each session has a head that all sessions share, the context of a repository, files of its own, and turns that add
-results of tools. AIPerf sends the replies of the model back as the history of the session. A proxy between AIPerf and
-the gateway records the usage of each turn. AIPerf is installed from PyPI into an environment of its own.
+Each session has a head that all sessions share, the context of a repository, its own files, and turns that add tool
+results. AIPerf sends the model's replies back as the session's history. A proxy between AIPerf and the gateway records
+the usage of each turn. AIPerf is installed from PyPI into its own environment.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--environment", help="directory of AIPerf's environment (default: a new one)")
     parser.add_argument("--sessions", type=int, default=4, help="number of sessions")
     parser.add_argument("--seed", type=int, default=36, help="seed of the sessions")
-    parser.add_argument("--turns", type=int, default=40, help="turns of each session")
-    parser.add_argument("--concurrency", type=int, default=2, help="sessions at the same time, each with a slot")
+    parser.add_argument("--turns", type=int, default=40, help="turns per session")
+    parser.add_argument("--concurrency", type=int, default=2, help="number of concurrent sessions, each with a slot")
     parser.add_argument("--endpoints", nargs="+", choices=list(ENDPOINTS), default=list(ENDPOINTS))
-    parser.add_argument("--templates", nargs="+", default=[], help="files of chat templates (default: the model's own)")
+    parser.add_argument("--templates", nargs="+", default=[], help="chat template files (default: the model's own)")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Measure how much of each turn Claude Code and Codex CLI compute again, without and with reasoning.
 
 Both programs are installed with npm and run unmodified, with all of their tools, on a task of several turns. The
-bundled model is too small for the task, so its replies are given (bench/models/scripted_replies.py). Everything else is
-as usual: the template, the tokens, the KV cache and its reuse. Before one of the turns the worker is killed with
-SIGKILL, and another one starts. By default, the model has only one layer, because the first prompt of Claude Code has
+bundled model is too small for the task, so its replies are scripted (bench/models/scripted_replies.py). Everything else
+is as usual: the template, the tokens, the KV cache and its reuse. Before one of the turns the worker is killed with
+SIGKILL, and another one starts. By default, the model has only one layer, because Claude Code's first prompt has
 more than 40,000 tokens of the bundled vocabulary.
 """
 

@@ -4,7 +4,7 @@ The pages are the overview, the list of jobs, and the page of a running job with
 often as their scripts request them in a browser. Rounds with and without pages alternate.
 
 Rates vary by more than one percent between rounds. Therefore, the benchmark also measures the processor time of the
-gateway and of Redis, which depends little on other work of the machine. The share of the machine's processor time that
+gateway and of Redis, which depends little on other work on the machine. The share of the machine's processor time that
 they use while the pages are open, minus their share while the pages are closed, is what the console takes from workers.
 """
 
@@ -36,10 +36,10 @@ KEPT_IF_STALLED = "rate kept, if every step waits for the gateway and Redis"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=32, help="jobs of a round, all queued at its start")
+    parser.add_argument("--jobs", type=int, default=32, help="jobs per round, all queued when the round starts")
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of a job")
-    parser.add_argument("--new", type=int, default=128, help="tokens that a job generates")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens per job")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate per job")
     parser.add_argument("--rounds", type=int, default=8, help="number of rounds with the console, and without it")
 
 

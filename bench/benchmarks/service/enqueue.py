@@ -1,7 +1,7 @@
 """Measure how fast jobs are queued: one by one, from threads, in bulk, and with Celery's send_task in the same run.
 
-No worker runs. send_task writes a message and a task-sent event. The other methods also check the job and write its
-entry. Rounds alternate between the methods, so that noise affects all of them equally, and medians are shown.
+No worker is running. send_task writes a message and a task-sent event. The other methods also check the job and write
+its entry. Rounds alternate between the methods, so that noise affects all of them equally, and medians are shown.
 """
 
 from __future__ import annotations

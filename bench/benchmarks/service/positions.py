@@ -1,6 +1,6 @@
 """Compare the estimates of `Client.position` for jobs of mixed lengths on two workers with their actual waits.
 
-Jobs arrive in bursts, and the position is read right after each job is queued. Jobs without history have no estimate,
+Jobs arrive in bursts, and the position is read right after each job is queued. Jobs without a history get no estimate,
 and are counted separately. Waits are measured with Redis' clock, from the call until the job gets a slot.
 """
 

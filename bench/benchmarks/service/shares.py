@@ -1,7 +1,7 @@
 """Measure how long Redis needs to choose the next job of many tenants, and how fairly it divides the service.
 
-No worker runs. Jobs are queued and taken through the ledger, in the same way as by a worker. The time of a take is that
-of the script in Redis, without the way to Redis.
+No worker is running. Jobs are queued and taken through the ledger, in the same way as by a worker. The time of a take
+is the time of the script in Redis, without the way to Redis.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Way:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1500, help="jobs per method and round")
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="slots of the engine")
+    parser.add_argument("--threads", type=int, default=1, help="engine slots")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--ways", nargs="+", metavar="TEXT", help="measure only jobs whose names contain one of these strings"

@@ -1,4 +1,4 @@
-"""Compare urgent jobs on a worker that has a backlog of bulk work to urgent jobs on an idle worker.
+"""Compare urgent jobs on a worker with a backlog of bulk work to urgent jobs on an idle worker.
 
 The bulk work consists of separate jobs, or of the lines of a `cellama batch run`. The same amount of bulk work runs
 once alone, and once with an urgent job every few seconds from start to end. The loss of throughput consists of the work

@@ -110,7 +110,7 @@ def _run_load(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], 
 
 
 def _in_turns(models: Mapping[str, Model], sampling: str, args: argparse.Namespace) -> dict[str, list[Together]]:
-    """Return the results of each run by its name.
+    """Return the results of each run, keyed by name.
 
     The first round is a warm-up, and the order alternates between rounds.
     """

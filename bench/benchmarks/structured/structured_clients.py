@@ -226,7 +226,7 @@ class _Requests(logging.Handler):
 
 
 def installed() -> Mapping[str, str]:
-    """Return the versions of the clients that this environment has."""
+    """Return the versions of the clients installed in this environment."""
     versions = {}
     for package in {client.package for client in CLIENTS}:
         try:

@@ -102,7 +102,7 @@ RICH: dict[str, Schema] = {
 
 
 def realistic() -> dict[str, Schema]:
-    """Return all realistic schemas by name."""
+    """Return all realistic schemas, keyed by name."""
     return PLAIN | RICH
 
 

@@ -195,7 +195,7 @@ class MemoryView(WorkerMemory):
 
 
 class WorkerCores(TypedDict):
-    """The report of a worker to the other workers on its machine, which use it to share the cores."""
+    """A worker's report to the other workers on its machine, which use it to share the cores."""
 
     machine: str  # boot id of the machine, which all of its containers share
     processors: list[int]  # processors on which the worker may run
