@@ -395,7 +395,7 @@ class Settings(BaseSettings):
     gateway_max_requests: int = Field(
         default=4096,
         ge=1,
-        description="Maximum number of current requests, including streams. Further requests get 503.",
+        description="Maximum number of concurrent requests, including streams. Further requests get 503.",
     )
     gateway_head_timeout_s: int = Field(
         default=10,

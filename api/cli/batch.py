@@ -95,7 +95,7 @@ def batch_run_command(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message of all chats.")] = None,
     id_column: IdColumnOption = None,
-    limit: Annotated[int | None, typer.Option(help="Run only this many rows from the start.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Run only the first N rows.", min=1)] = None,
     sample: Annotated[
         int | None, typer.Option(help="Run only this many rows from the whole input, always the same ones.", min=1)
     ] = None,

@@ -99,7 +99,7 @@ def seed_of_job(value: int) -> int | None:
 
 
 def _biases(value: Any) -> Any:
-    """Return biases with -inf for llama-server's `false`, which forbids a token."""
+    """Return biases in which -inf replaces llama-server's `false`, which forbids a token."""
     if isinstance(value, dict):
         return {token: _bias(bias) for token, bias in value.items()}
     if isinstance(value, list):

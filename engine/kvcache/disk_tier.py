@@ -231,7 +231,7 @@ class DiskTier:
 
 
 def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """Open the directory of states from the options, or return None if the options save no states to disk."""
+    """Open the directory of states from the options, or return None if the options don't save states to disk."""
     if options.cache_dir is None or not options.keeps_states:
         return None
     return StateStore(

@@ -282,7 +282,7 @@ class UnservedWait:
         return time.monotonic() >= self._next_at
 
     def check(self, job_ids: Iterable[str]) -> None:
-        """End those of these jobs that no worker serves, if a check is due. While Redis is unreachable, do nothing."""
+        """If a check is due, end those of these jobs that no worker serves. While Redis is unreachable, do nothing."""
         if not self.is_due:
             return
         now = time.monotonic()
