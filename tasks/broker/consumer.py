@@ -166,8 +166,8 @@ class QueueReader:
         """Read messages with the `priorities` of this channel.
 
         Messages that the readers in `before` hold also count against the capacity of this reader, except for the
-        guaranteed part of its own capacity (`JobLimits.guaranteed`). `cache` describes the
-        prefix cache of the worker, or returns None if its jobs are taken in order.
+        guaranteed part of its own capacity (`JobLimits.guaranteed`). `cache` describes the worker's prefix cache, or
+        returns None if its jobs are taken in order.
         """
         self.channel = channel
         self._ledger = ledger
