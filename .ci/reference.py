@@ -1,4 +1,4 @@
-"""Write the parts of the documentation that come from the code: tables of settings, parameters, options and metrics.
+"""Write the generated parts of the documentation: tables of settings, parameters, options and metrics.
 
 Each generated part is enclosed in `<!-- generated: KIND NAME -->` and `<!-- end of generated part -->`. Run this script
 after you change a description, a command, a docstring or an error code. With `--check` it writes nothing and fails if a
@@ -52,7 +52,7 @@ def page_for_site(markdown: str) -> str:
 
 
 def update_pages(only_check: bool) -> list[str]:
-    """Write the generated parts of all pages. Return the paths of the pages that differed, relative to the root."""
+    """Write the generated parts of all pages, and return the paths of the pages that differed, relative to the root."""
     changed = []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -94,7 +94,7 @@ def fields(name: str) -> str:
 
 
 def _type(spec: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return a JSON schema in words, for instance `integer, from 1 to 256`."""
+    """Describe a JSON schema in words, for instance `integer, from 1 to 256`."""
     if "$ref" in spec:
         return _type(schema["$defs"][spec["$ref"].rpartition("/")[2]], schema)
     for several in ("anyOf", "oneOf"):
@@ -269,7 +269,7 @@ def json_schema_formats() -> str:
 
 
 def measured(path: str) -> str:
-    """Return the stored benchmark results that the figures of a page come from."""
+    """Return the stored benchmark results that a page's figures are based on."""
     results = find("cellama.bench.harness.kept.Results")()
     found = find("cellama.bench.harness.kept.figures")((ROOT / path).read_text(encoding="utf-8"))
     lines = {(f.name, line["model"], line["commit"], line["machine"]) for f in found if (line := f.source(results))}
@@ -319,7 +319,7 @@ def _table_of_rules(kind: str, rules: Mapping[str, Any]) -> str:
 
 
 def differences(name: str) -> str:
-    """Return how replies differ from those of another server, from the table of pairs in tests/pairs."""
+    """Return how replies differ from another server's replies, based on the table of pairs in tests/pairs."""
     pairs = find("tests.pairs.summary"), find("tests.pairs.rows")
     summary, rows = (function(find(f"tests.pairs.{name}.TABLE")) for function in pairs)
     return f"{summary}\n\n" + table(("there", "cellama", "use instead"), rows)

@@ -6,7 +6,7 @@ Without an option this is a dry run: it does everything except create the tag. T
 1. Check that everything is committed, and that the branch is main and matches origin. CHANGELOG.md must have a section
    with a date for the version in pyproject.toml. The tag must not exist yet.
 2. Run `.ci/run`.
-3. Build the sdist and the wheel from the commit. Two builds of the same commit are identical byte for byte.
+3. Build the sdist and the wheel from the commit. Two builds of the same commit are byte-for-byte identical.
 4. Write a CycloneDX SBOM, release notes and SHA-256 checksums.
 5. With `--tag`, create the annotated tag vVERSION.
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--tag", action="store_true", help="create the tag after the last step")
-    mode.add_argument("--at-tag", metavar="TAG", help="build for an existing tag, in the forge's workflow")
+    mode.add_argument("--at-tag", metavar="TAG", help="build for an existing tag (used by the forge's workflow)")
     parser.add_argument("--check-only", action="store_true", help="stop after step 1")
     parser.add_argument("--skip-tests", action="store_true", help="skip step 2; not allowed with --tag")
     parser.add_argument("--skip-sbom", action="store_true", help="don't write an SBOM; not allowed with --tag")
@@ -99,7 +99,7 @@ def project_version(root: Path) -> str:
 
 
 def commit_time(root: Path) -> int:
-    """Return the time of the commit in seconds since 1970: the value of SOURCE_DATE_EPOCH."""
+    """Return the commit time in seconds since 1970, which is the value of SOURCE_DATE_EPOCH."""
     return int(git(root, "log", "-1", "--format=%ct"))
 
 

@@ -38,7 +38,7 @@ from cellama.tasks.contract import kinds as package  # noqa: E402
 from cellama.tasks.contract.kinds import Kind  # noqa: E402
 from cellama.tasks.contract.payloads import Payload, TypedAs  # noqa: E402
 
-HEADER = '''"""The tasks as type checkers see them: the parameters of a call, and the result of its job.
+HEADER = '''"""The tasks for type checkers: the parameters of a call, and the result of its job.
 
 .ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
 """
@@ -64,7 +64,7 @@ from .contract.shapes.parameters import (
 )
 '''
 
-OPTIONS_HEADER = '''"""The options of a model as type checkers see them.
+OPTIONS_HEADER = '''"""The options of a model, for type checkers.
 
 .ci/typed_tasks.py writes this file from `ModelSettings`. Do not edit it; run the script.
 """
@@ -80,7 +80,7 @@ from .settings import CacheType, Capability
 
 
 class ModelOptions(TypedDict, total=False):
-    """The settings of a model except `id`, `source` and `default`. None lets cellama choose the value."""
+    """All settings of a model except `id`, `source` and `default`. If a value is None, cellama chooses it."""
 '''
 
 SNAPSHOTS_HEADER = '''"""The snapshots of engines, embedders and models, as JSON objects.
@@ -239,7 +239,7 @@ def short(kind: Kind) -> str:
 
 
 def base_name(payload: type) -> str:
-    """Return `Embed` for EmbedJob."""
+    """Return the name of a payload without its suffix, such as `Embed` for EmbedJob."""
     return payload.__name__.removesuffix("Job")
 
 
@@ -258,7 +258,7 @@ def parameters(payload: type[BaseModel], kind: Kind) -> str:
 
 
 def call(kind: Kind) -> str:
-    """Return the source of the typed call of a task with all its parameters, and the source of the task."""
+    """Return the source of a task's typed call with all parameters, and the source of the task."""
     name, fields = base_name(kind.payload), kind.payload.model_fields
     by_name = [f"    {each}: {typed(fields[each])}" for each in kind.positional]
     signature = [

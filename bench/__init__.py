@@ -1,1 +1,1 @@
-"""Workloads, benchmarks and model writers of the project."""
+"""The project's workloads, benchmarks and model writers."""

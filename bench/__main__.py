@@ -34,7 +34,7 @@ def main() -> None:
         raise SystemExit(1 if run(available, chosen.rest) else 0)
     if chosen.name not in available:
         parser.error(
-            f"{chosen.name} is for developing cellama and is not installed; run it from a checkout of the sources "
+            f"{chosen.name} is a developer benchmark and is not installed; run it from a source checkout "
             f"(here you can run {', '.join(available)})"
         )
     benchmark = importlib.import_module(f"{_package(BENCHMARKS[chosen.name])}.{chosen.name}")
@@ -42,7 +42,7 @@ def main() -> None:
     own.add_argument(
         "--model",
         type=_model,
-        help="GGUF file, bundled://tiny, or padded, which is the bundled model at the cost of 160M parameters "
+        help="GGUF file, bundled://tiny, or padded, which is the bundled model made as slow as a 160M model "
         "(default: 174M random weights, Q8_0)",
     )
     own.add_argument("--save", action="store_true", help="append the JSON line to bench/results/")
@@ -70,7 +70,7 @@ def _is_installed(benchmark: Benchmark) -> bool:
 
 
 def _model(source: str) -> Path:
-    """Return the model file for a source. Raises ArgumentTypeError."""
+    """Return the model file for a source. Raises ArgumentTypeError if the source can't be resolved."""
     if source == "padded":
         from cellama.bench.harness.engines import padded_model
 

@@ -1,4 +1,4 @@
-"""Settings, limits and logging for all of cellama's processes."""
+"""Settings, limits and logging for all cellama processes."""
 
 from .model_ids import DEFAULT_MODEL, MODEL_ID, MODEL_ID_RULE, id_of_source
 from .redis_url import mask_url

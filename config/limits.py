@@ -1,7 +1,7 @@
 """Limits for job parameters that determine how much memory or work a job needs.
 
 Producers check these limits before they queue a job, and the engine checks them again. docs/limits.md lists the limits,
-and a test compares this list with the code. The size of a whole job is limited by the setting `max_payload_bytes`.
+and a test compares this list with the code. The setting `max_payload_bytes` limits the size of a whole job.
 """
 
 from __future__ import annotations

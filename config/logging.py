@@ -1,6 +1,6 @@
 """Write structured logs to stderr.
 
-Each event has a constant text and named fields, and takes one line of text or JSON.
+Each event has constant text and named fields, and is written as one line of text or JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _context: ContextVar[tuple[str, str]] = ContextVar("cellama_log_context", defaul
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """The message of a log record: an event, its fields, and optionally its cause and consequence."""
+    """A log record's message: an event, its fields, and optionally its cause and consequence."""
 
     event: str
     fields: Mapping[str, object]
@@ -45,8 +45,9 @@ def _as_text(value: object) -> str:
 class EventLogger(logging.LoggerAdapter[logging.Logger]):
     """Logs events with named fields.
 
-    The text of an event is constant, so that you can search for it and count it. Pass values as fields. If the event
-    does not explain its cause and consequence, `detail` describes the cause and, after a semicolon, the consequence:
+    An event's text is constant, so you can search for the event and count its occurrences. Pass values as fields. If
+    the event does not explain its cause and consequence, `detail` describes the cause and, after a semicolon, the
+    consequence:
 
         log = event_logger(__name__)
         log.warning("webhook endpoint disabled", endpoint="we_1", status=410, detail="it receives no more events")
@@ -60,15 +61,15 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def event_logger(name: str) -> EventLogger:
-    """Return the logger of the module whose `__name__` is `name`."""
+    """Return the logger for the module whose `__name__` is `name`."""
     return EventLogger(logging.getLogger(name), {})
 
 
 @contextlib.contextmanager
 def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
-    """Add the ids of a job and a trace to all lines that this thread or asyncio task logs within the block.
+    """Add the job and trace ids to every line that this thread or asyncio task logs within the block.
 
-    An empty id is omitted.
+    Empty ids are omitted.
     """
     token = _context.set((job_id, trace_id))
     try:
@@ -79,7 +80,7 @@ def log_context(job_id: str, trace_id: str = "") -> Iterator[None]:
 
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        """Append the ids of the job and the trace, unless the message already contains them."""
+        """Append the job and trace ids, unless the message already contains them."""
         job_id, trace_id = _context.get()
         line = super().formatMessage(record)
         if job_id and job_id not in line:
@@ -108,7 +109,11 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, log_format: Literal["text", "json"] = "text") -> None:
-    """Log to stderr in this process: cellama and Celery at `level` and above, other libraries at WARNING and above."""
+    """Send this process's logs to stderr.
+
+    Messages from cellama and Celery are logged at `level` and above, and messages from other libraries at WARNING and
+    above.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(TEXT_FORMAT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""Check model ids, and derive ids for models that have none."""
+"""Check model ids, and derive ids for models that don't have one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_ID_RULE = "a model id must not contain control characters, start with a co
 
 
 def id_of_source(source: str, taken: Collection[str] = ()) -> str:
-    """Derive an id from the name of a source's file, and append a number if the id is taken."""
+    """Derive an id from a source's file name, and append a number if the id is taken."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf")
     name = re.sub(f"[{_CONTROL}]", "", name).strip().lstrip(": ") or "model"
     number = 1

@@ -1,4 +1,4 @@
-"""The options of a model as type checkers see them.
+"""The options of a model, for type checkers.
 
 .ci/typed_tasks.py writes this file from `ModelSettings`. Do not edit it; run the script.
 """
@@ -14,7 +14,7 @@ from .settings import CacheType, Capability
 
 
 class ModelOptions(TypedDict, total=False):
-    """The settings of a model except `id`, `source` and `default`. None lets cellama choose the value."""
+    """All settings of a model except `id`, `source` and `default`. If a value is None, cellama chooses it."""
 
     hub_cache_dir: str | None
     hub_token: str | None

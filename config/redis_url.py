@@ -36,7 +36,7 @@ _NO_PORT = re.compile(r"(//[^:/]*):(?!\d+(?:/|$))[^/]*")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The parts of a Redis URL, as returned by `parse_redis_url`."""
+    """The components of a Redis URL, as returned by `parse_redis_url`."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()  # host and port of the server or of each sentinel
@@ -74,7 +74,7 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 class _InvalidUrl(ValueError):
-    """A mistake in a URL, with a message that contains no secrets."""
+    """An error in a URL. Its message contains no secrets."""
 
 
 def _server(kind: Kind, rest: str) -> RedisUrl:
@@ -103,7 +103,7 @@ def _socket(rest: str) -> RedisUrl:
     parts = urlsplit(f"//{rest}")
     options = _options("socket", parts)
     if parts.hostname or len(parts.path) < 2:
-        raise _InvalidUrl("the path of the socket must be absolute: unix:///run/redis.sock, with three slashes")
+        raise _InvalidUrl("the socket path must be absolute, with three slashes, as in unix:///run/redis.sock")
     username, password = _credentials(parts)
     db = _db(options.get("db") or options.get("virtual_host") or "")
     return RedisUrl(kind="socket", hosts=(), path=unquote(parts.path), db=db, username=username, password=password)
@@ -119,7 +119,7 @@ def _sentinel(rest: str) -> RedisUrl:
             "sentinels must be separated by semicolons: sentinel://HOST:PORT;HOST:PORT/DB?master_name=NAME"
         )
     if not options.get("master_name"):
-        raise _InvalidUrl("the name of the master is missing; add ?master_name=NAME")
+        raise _InvalidUrl("the master name is missing; add ?master_name=NAME")
     username, password = next(filter(any, map(_credentials, parts)), (None, None))
     return RedisUrl(
         "sentinel",
@@ -154,7 +154,7 @@ def _options(kind: Kind, parts: SplitResult) -> dict[str, str]:
     unknown = sorted(set(options) - _OPTIONS[kind])
     if unknown:
         known = ", ".join(sorted(_OPTIONS[kind]))
-        raise _InvalidUrl(f"unknown option {unknown[0]!r} in this kind of URL; choose from {known}")
+        raise _InvalidUrl(f"unknown option {unknown[0]!r} for this kind of URL; choose from {known}")
     return options
 
 
@@ -168,7 +168,7 @@ def _db(text: str) -> int:
 
 
 def mask_url(url: str) -> str:
-    """Return the URL with its passwords replaced by `***`, so that it can be logged. The URL may be invalid."""
+    """Return the URL with its passwords replaced by `***`, so it is safe to log. The URL may be invalid."""
     url = _SECRET.sub(r"\1***", url)
     try:
         kind = parse_redis_url(url).kind

@@ -1,4 +1,4 @@
-"""Read the settings from the file `cellama.toml` and from environment variables `CELLAMA_*`, which take precedence."""
+"""Read the settings from `cellama.toml` and from `CELLAMA_*` environment variables, which take precedence."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class SettingsError(Exception):
 
 
 class AdapterSettings(BaseModel):
-    """A LoRA adapter of a model. A plain string stands for an adapter with that source and a scale of 1."""
+    """A model's LoRA adapter. A plain string is shorthand for an adapter with that source and a scale of 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: str = Field(min_length=1, description="Path of the adapter's GGUF file, or hf://ORG/REPO/FILE.")
+    source: str = Field(min_length=1, description="Path to the adapter's GGUF file, or hf://ORG/REPO/FILE.")
     scale: float = Field(
         default=1.0,
         allow_inf_nan=False,
@@ -73,7 +73,7 @@ AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None 
 
 
 class ModelSettings(BaseModel):
-    """A model that a worker loads, and the options of its engine. If an option is None, cellama chooses its value.
+    """A model that a worker loads, with its engine options. If an option is None, cellama chooses its value.
 
     `cellama tune` determines the best values of n_parallel, n_ubatch, threads and kv_layout. Afterwards, cellama uses
     these values for options that are None.
@@ -84,42 +84,54 @@ class ModelSettings(BaseModel):
     id: str = Field(
         min_length=1,
         pattern=MODEL_ID,
-        description="Name by which jobs and queues refer to the model (default: name of its file).",
+        description="Name that jobs and queues use to refer to the model (default: its file name).",
     )
-    source: str = Field(min_length=1, description="Path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny.")
+    source: str = Field(min_length=1, description="Path to a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny.")
     hub_cache_dir: str | None = Field(
-        default=None, description="Directory for files from the Hugging Face hub (default: the hub's own cache)."
+        default=None,
+        description="Directory for files downloaded from the Hugging Face Hub (default: the Hub's own cache).",
     )
-    hub_token: str | None = Field(default=None, repr=False, description="Access token for the hub (default: HF_TOKEN).")
-    hub_force: bool = Field(default=False, description="Download files from the hub even if they are in its cache.")
-    hub_offline: bool = Field(default=False, description="Use only files that are in the hub's cache.")
-    default: bool = Field(default=False, description="Serve jobs for the model `:default`.")
+    hub_token: str | None = Field(default=None, repr=False, description="Access token for the Hub (default: HF_TOKEN).")
+    hub_force: bool = Field(default=False, description="Download files from the Hub even if they are already cached.")
+    hub_offline: bool = Field(default=False, description="Use only Hub files that are already cached.")
+    default: bool = Field(default=False, description="Use this model for jobs that request `:default`.")
     capabilities: tuple[Capability, ...] | None = Field(
         default=None,
         min_length=1,
-        description="Capabilities to serve: generate, chat, embed or rerank (default: all that the file supports).",
+        description="Capabilities to serve: generate, chat, embed or rerank (default: all that the model file "
+        "supports).",
     )
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
-        default_factory=dict, description="LoRA adapters by name. Each is a source, or a table with source and scale."
+        default_factory=dict,
+        description="LoRA adapters, keyed by name. Each value is a source, or a table with `source` and `scale`.",
     )
     n_parallel: AutoInt = Field(
-        default=None, ge=1, le=256, description="Number of slots, one for each request in a batch (auto: 8)."
+        default=None,
+        ge=1,
+        le=256,
+        description="Number of slots, which is the maximum number of requests in a batch (auto: 8).",
     )
     n_ctx: int | None = Field(default=None, ge=1, description="Total context size of all slots, in tokens.")
     ctx_per_slot: int | None = Field(default=None, ge=1, description="Context size of each slot, in tokens.")
     kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="Layout of the KV cache.")
     cache_prompt: bool = Field(default=True, description="Share prefixes between requests.")
     cache_ram_bytes: AutoInt = Field(
-        default=None, ge=0, description="Quota of KV states in RAM, in bytes (auto: up to 1 GiB). 0 keeps none."
+        default=None,
+        ge=0,
+        description="Quota for KV states in RAM, in bytes (auto: up to 1 GiB). 0 keeps no states in RAM.",
     )
     cache_dir: str | None = Field(
-        default=None, min_length=1, description="Directory for KV states on disk (default: the worker's directory)."
+        default=None, min_length=1, description="Directory for KV states on disk (default: the worker's `cache_dir`)."
     )
     cache_disk_bytes: int | None = Field(
-        default=None, ge=0, description="Quota of `cache_dir` in bytes (default: the worker's quota). 0 disables it."
+        default=None,
+        ge=0,
+        description="Disk quota for `cache_dir` in bytes (default: the worker's quota). 0 keeps no states on disk.",
     )
     n_batch: int = Field(
-        default=2048, ge=1, description="Maximum number of tokens per step, split into micro-batches of n_ubatch."
+        default=2048,
+        ge=1,
+        description="Maximum number of tokens per step, which are split into micro-batches of up to n_ubatch tokens.",
     )
     n_ubatch: AutoInt = Field(
         default=None, ge=1, description="Maximum number of tokens per micro-batch in llama.cpp (auto: 512)."
@@ -127,19 +139,24 @@ class ModelSettings(BaseModel):
     chunk_size: AutoInt = Field(
         default=None,
         ge=1,
-        description="Maximum number of prompt tokens per slot and step, up to n_ubatch (auto: 512 or n_ubatch).",
+        description="Maximum number of prompt tokens per slot in each step, up to n_ubatch (auto: 512 or n_ubatch).",
     )
     bulk_share: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the slots that bulk jobs keep while interactive jobs wait, at least one slot. 0 "
-        "guarantees none.",
+        description="Share of the slots that is reserved for bulk jobs while interactive jobs are waiting, at least "
+        "one slot. 0 reserves no slots.",
     )
     threads: AutoInt = Field(
-        default=None, ge=1, le=512, description="Number of CPU threads (auto: all cores, shared with other programs)."
+        default=None,
+        ge=1,
+        le=512,
+        description="Number of CPU threads (auto: all cores that other workers and programs leave free).",
     )
-    n_gpu_layers: int = Field(default=-1, ge=-1, description="Number of layers on the GPU. -1 puts all layers there.")
+    n_gpu_layers: int = Field(
+        default=-1, ge=-1, description="Number of layers to offload to the GPU. -1 offloads all layers."
+    )
     flash_attention: Literal["auto", "on", "off"] = Field(
         default="auto", description="Flash attention (auto: on if the device supports it)."
     )
@@ -150,18 +167,22 @@ class ModelSettings(BaseModel):
         default="f16", description="Data type of the values in the KV cache. Quantized types require flash attention."
     )
     speculation: Literal["auto", "off"] = Field(
-        default="off", description="Speculative decoding. auto drafts tokens only while this saves time."
+        default="off",
+        description="Speculative decoding. With `auto`, tokens are drafted only while drafting saves time.",
     )
     draft: str | None = Field(
-        default=None, min_length=1, description="Source of a small model that also drafts tokens."
+        default=None,
+        min_length=1,
+        description="Source of a small draft model, which drafts tokens in addition to the other methods.",
     )
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
         default="auto",
-        description="Pooling of embeddings. none returns a vector per token, and rank returns only scores.",
+        description="Pooling type for embeddings. `none` returns one vector per token, and `rank` returns only scores.",
     )
     control_tokens_in_text: bool = Field(
         default=False,
-        description="Accept control tokens in messages and reranked texts. This lets their authors forge turns.",
+        description="Parse control tokens in messages and reranked texts. This lets the authors of such texts forge "
+        "turns.",
     )
     sampling: dict[str, JsonValue] | None = Field(
         default=None,
@@ -203,32 +224,40 @@ class Settings(BaseSettings):
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
         default=(TINY,),
         min_length=1,
-        description="Models that a worker loads: [ID=]SOURCE,…, a JSON list, or [[models]] tables.",
+        description="Models that a worker loads, as [ID=]SOURCE,…, a JSON list, or [[models]] tables.",
     )
     model_aliases: Annotated[dict[str, str], NoDecode] = Field(
         default={},
-        description='Other names of models, such as `gpt-4o-mini = "chat"`: a table, a JSON object, or '
+        description='Aliases for models, such as `gpt-4o-mini = "chat"`, as a table, a JSON object, or '
         "ALIAS=MODEL,…. Workers, gateways and producers must use the same aliases.",
     )
     memory_budget: int | Literal["auto", "unlimited"] = Field(
-        default="auto", description="Memory for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB."
+        default="auto",
+        description="Memory budget for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB.",
     )
     cache_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Directory for KV states, which several workers can share (default: none).",
+        description="Directory for KV states on disk, which several workers can share (default: none).",
     )
     cache_disk_bytes: int = Field(
-        default=8 << 30, ge=0, description="Quota of `cache_dir` in bytes, shared by all workers that use it."
+        default=8 << 30,
+        ge=0,
+        description="Disk quota for `cache_dir` in bytes, shared by all workers that use the directory.",
     )
     on_full: OnFull = Field(
-        default="refuse", description="Action if a model does not fit into the budget: refuse it, or evict idle models."
+        default="refuse",
+        description="Action when a model does not fit into the memory budget: refuse the model, or evict idle models.",
     )
     pool: str = Field(
-        default="default", min_length=1, description="Worker pool. Its workers load the same models at run time."
+        default="default",
+        min_length=1,
+        description="Name of the worker's pool. All workers in a pool load the same models at run time.",
     )
     look_ahead: int = Field(
-        default=4, ge=0, description="Number of jobs per model that a worker holds beyond the jobs in its slots."
+        default=4,
+        ge=0,
+        description="Number of jobs per model that a worker prefetches in addition to the jobs in its slots.",
     )
     fairness_weights: dict[str, Annotated[float, Field(gt=0, le=limits.MAX_FAIRNESS_WEIGHT)]] = Field(
         default={},
@@ -237,54 +266,55 @@ class Settings(BaseSettings):
     )
     fairness_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(
         default={},
-        description="Largest numbers of jobs that all workers hold at the same time, by fairness key, as JSON. The "
-        "default is unlimited. All workers must use the same value.",
+        description="Maximum number of jobs that all workers together may hold for each fairness key, as JSON. Keys "
+        "without an entry are unlimited. All workers must use the same value.",
     )
     model_limits: dict[str, Annotated[int, Field(ge=1)]] = Field(
         default={},
-        description="The same limits by model, as JSON.",
+        description="Maximum number of jobs that all workers together may hold for each model, as JSON. Models "
+        "without an entry are unlimited. All workers must use the same value.",
     )
     over_limit: Literal["wait", "reject"] = Field(
         default="wait",
-        description="What happens to jobs above one of these limits: they wait, or producers reject them. With reject, "
-        "jobs that wait for a worker count as well.",
+        description="Handling of jobs that exceed a fairness limit or a model limit. With `wait`, such jobs stay in "
+        "the queue. With `reject`, producers reject them, and waiting jobs also count against the limit.",
     )
     default_fairness_key: str = Field(
         default="",
         max_length=64,
-        description="Fairness key of a producer's jobs that have neither a key nor a `cache_scope`, such as the name "
+        description="Fairness key for a producer's jobs that set neither a key nor a `cache_scope`, such as the name "
         "of your app (docs/fair-share.md).",
     )
     prefill_cost: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Cost of a computed prompt token relative to a generated token, for fair shares.",
+        description="Cost of computing a prompt token, relative to generating a token. It is used for fair shares.",
     )
     affinity: bool = Field(
         default=True,
-        description="Prefer the worker that holds the prefix of a job's prompt in its cache (docs/affinity.md). "
+        description="Prefer workers whose cache already contains the prefix of a job's prompt (docs/affinity.md). "
         "Workers and producers must use the same value.",
     )
     default_timeout_s: int = Field(
         default=3600,
         ge=0,
         le=limits.MAX_TIMEOUT_S,
-        description="Default timeout in seconds for jobs with priorities 0 to 5. 0 disables it. Bulk jobs have no "
-        "default timeout.",
+        description="Default job timeout in seconds for priorities 0 to 5. 0 disables it. Bulk jobs have no default "
+        "timeout.",
     )
     unserved_timeout_s: int = Field(
         default=1800,
         ge=0,
         le=limits.MAX_TIMEOUT_S,
-        description="Time in seconds after which a waiting job fails if no worker serves its model, at least four "
-        "times `lease_s`. 0 disables it. Workers and producers must use the same value.",
+        description="Time in seconds after which a waiting job fails if no worker serves its model. Use at least "
+        "four times `lease_s`. 0 disables it. Workers and producers must use the same value.",
     )
     lease_s: int = Field(
         default=6,
         ge=3,
-        description="Job lease in seconds. It must be the same for all workers. A worker that fails to renew it "
-        "loses its jobs.",
+        description="Job lease in seconds. All workers must use the same value. A worker that fails to renew a lease "
+        "loses the job.",
     )
     drain_s: int = Field(
         default=30,
@@ -294,35 +324,37 @@ class Settings(BaseSettings):
     hang_s: int = Field(
         default=10,
         ge=0,
-        description="Watchdog timeout in seconds. A worker exits if a step of a shared thread, such as an engine's, "
-        "takes longer than this and also longer than 30 times its usual duration. 0 disables it.",
+        description="Watchdog timeout in seconds. A worker exits if a step of a shared thread, such as an engine "
+        "step, exceeds both this timeout and 30 times its usual duration. 0 disables it.",
     )
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="Maximum size of a job's JSON in bytes.")
     chat_templates_in_jobs: bool = Field(
         default=False,
-        description="Accept a `chat_template` in jobs. It runs in a separate process with limited time and memory. "
-        "Workers and producers must use the same value.",
+        description="Allow jobs to include a `chat_template`. The template runs in a separate process with limited "
+        "time and memory. Workers and producers must use the same value.",
     )
     show_prompts: bool = Field(default=False, description="Show prompts and generated text in Flower and in the logs.")
     reasoning_key: SecretStr | None = Field(
-        default=None, description="Key that signs reasoning, so that clients can't change it before they send it back."
+        default=None,
+        description="Key for signing reasoning, so that workers detect when clients change the "
+        "reasoning before they send it back.",
     )
     event_ttl_s: int = Field(
-        default=3600, ge=1, description="Time in seconds that a journal is kept after its job has finished."
+        default=3600, ge=1, description="Time in seconds that a job's event journal is kept after the job has finished."
     )
     journal_ttl_s: int = Field(
         default=86400,
         ge=1,
-        description="Time in seconds that Redis keeps the data of an unfinished job: the context of its `parent_key`, "
-        "and the gateway's record of its response.",
+        description="Time in seconds that Redis keeps an unfinished job's data: the context of its `parent_key`, and "
+        "the gateway's record of its response.",
     )
     replay_replies: bool = Field(
         default=True,
-        description="Continue a chat after the tokens that the model generated, including its reasoning, when a client "
-        "sends a reply back. If false, the chat template renders all messages again.",
+        description="When a client sends a reply back, continue the chat from the tokens that the model generated, "
+        "including its reasoning. If false, the chat template renders all messages again.",
     )
     journal_max_events: int = Field(
-        default=100_000, ge=1, description="Approximate maximum number of events that are kept per job."
+        default=100_000, ge=1, description="Approximate maximum number of events kept per job."
     )
     result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that a result is kept.")
     middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
@@ -335,12 +367,12 @@ class Settings(BaseSettings):
         description="Function that workers call with each telemetry event, as package.module:name.",
     )
     telemetry_log: Literal["off", "requests", "steps"] = Field(
-        default="off", description="Telemetry events that are logged as JSON lines. steps includes requests."
+        default="off", description="Telemetry events to log as JSON lines. `steps` also logs requests."
     )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
-        description="Directory of the embedded Redis, the logs of `cellama up` and the gateway's files (default: "
-        "~/.local/share/cellama).",
+        description="Directory for the data of the embedded Redis, the logs of `cellama up`, and the gateway's files "
+        "(default: ~/.local/share/cellama).",
     )
 
     # Logs and traces (docs/operations/monitoring.md)
@@ -348,12 +380,12 @@ class Settings(BaseSettings):
         default="INFO", description="Log level of each process."
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="Log format. json writes an object per line, with the ids of the job and its trace."
+        default="text", description="Log format. `json` writes one object per line, including the job and trace ids."
     )
     traces: bool = Field(
         default=False,
-        description="Send spans of jobs from workers, gateways and producers to OpenTelemetry, whose variables "
-        "(`OTEL_EXPORTER_OTLP_ENDPOINT`, …) set the destination.",
+        description="Export job spans from workers, gateways and producers with OpenTelemetry. Its environment "
+        "variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, …) set the destination.",
     )
     trace_contents: bool = Field(default=False, description="Add prompts and generated text to spans.")
 
@@ -362,17 +394,18 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         le=65535,
-        description="Port of a worker's `/metrics` (default: none). Each worker on a machine needs its own port.",
+        description="Port for a worker's `/metrics` endpoint (default: none). Each worker on a machine needs its own "
+        "port.",
     )
     metrics_host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address on which a worker serves `/metrics`. Reading the metrics requires no key.",
+        description="Address on which a worker serves `/metrics`. The endpoint does not require a key.",
     )
     gateway_metrics_token: SecretStr | None = Field(
         default=None,
-        description="Bearer token for the gateway's `/metrics`, 16 characters or more. Without it, only this machine "
-        "can read the metrics.",
+        description="Bearer token for the gateway's `/metrics` endpoint, at least 16 characters long. Without a "
+        "token, only this machine can read the metrics.",
     )
     board_url: str | None = Field(
         default=None, pattern=r"^https?://\S+$", description="URL of the Grafana dashboard that Flower links to."
@@ -380,53 +413,55 @@ class Settings(BaseSettings):
 
     # The gateway (docs/how-to/gateway.md)
     gateway_max_body_bytes: int = Field(
-        default=16 << 20, ge=1024, description="Maximum size of a request's body in bytes."
+        default=16 << 20, ge=1024, description="Maximum size of a request body in bytes."
     )
     gateway_bodies_bytes: int = Field(
         default=512 << 20,
         ge=1024,
-        description="Memory in bytes for the bodies of all current requests. Further requests get 503.",
+        description="Memory limit in bytes for the bodies of all concurrent requests. Further requests get HTTP 503.",
     )
     gateway_key_bodies_bytes: int = Field(
         default=128 << 20,
         ge=1024,
-        description="Memory in bytes for the bodies of one API key's current requests. Further requests get 429.",
+        description="Memory limit in bytes for the bodies of an API key's concurrent requests. Further requests get "
+        "HTTP 429.",
     )
     gateway_max_requests: int = Field(
         default=4096,
         ge=1,
-        description="Maximum number of concurrent requests, including streams. Further requests get 503.",
+        description="Maximum number of concurrent requests, including streams. Further requests get HTTP 503.",
     )
     gateway_head_timeout_s: int = Field(
         default=10,
         ge=1,
-        description="Timeout in seconds for receiving the head of a request. Then the connection is closed. It applies "
-        "to `cellama gateway` only, because a mounted app leaves this timeout to its server.",
+        description="Timeout in seconds for receiving a request's headers, after which the connection is closed. It "
+        "applies only to `cellama gateway`, because a mounted app relies on its server's timeout.",
     )
     gateway_body_timeout_s: int = Field(
         default=30,
         ge=1,
-        description="Time in seconds that a body may lag behind a rate of 8 KiB per second. After that, the request "
-        "gets 408.",
+        description="Time in seconds that a request body may lag behind a rate of 8 KiB per second. After that, the "
+        "request gets HTTP 408.",
     )
     gateway_max_wait_s: int = Field(
         default=600,
         ge=0,
-        description="Maximum expected wait for a slot, in seconds. Requests that would wait longer get 429, except "
-        "those of the tier `flex`. 0 disables the limit.",
+        description="Maximum expected wait for a slot, in seconds. Requests that would wait longer get HTTP 429, "
+        "except requests in the `flex` tier. 0 disables the limit.",
     )
     gateway_keepalive_s: int = Field(
         default=10,
         ge=1,
-        description="Interval in seconds between the comments that a stream sends while it has no tokens.",
+        description="Interval in seconds between the keep-alive comments that a stream sends while it is waiting for "
+        "tokens.",
     )
     gateway_keys_file: Path | None = Field(
         default=None,
-        description="TOML or JSON file with API keys (default: those that `cellama keys` stores in Redis).",
+        description="TOML or JSON file with API keys (default: the keys that `cellama keys` stores in Redis).",
     )
     gateway_files_dir: str | None = Field(
         default=None,
-        description="Storage for files and batches: a directory that all gateways share, or a URL for fsspec such as "
+        description="Storage for files and batches: a directory that all gateways share, or an fsspec URL such as "
         "`s3://…` (default: `gateway` in `data_dir`).",
     )
     gateway_work_dir: Path | None = Field(
@@ -440,45 +475,50 @@ class Settings(BaseSettings):
     gateway_tenant_files: int = Field(
         default=1000,  # each upload counts the files, which takes Redis about 5 ms for 1000
         ge=1,
-        description="Maximum number of a tenant's files, including results of its batches. Further uploads get 429.",
+        description="Maximum number of files per tenant, including batch results. Further uploads get HTTP 429.",
     )
     gateway_tenant_file_bytes: int = Field(
-        default=5 << 30, ge=1024, description="Maximum size in bytes of a tenant's files. Further uploads get 429."
+        default=5 << 30,
+        ge=1024,
+        description="Maximum total size of a tenant's files in bytes. Further uploads get HTTP 429.",
     )
     gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="Maximum number of requests in a batch.")
     gateway_batches_at_once: int = Field(
-        default=4, ge=0, description="Number of batches that a gateway runs at a time. 0 leaves them to other gateways."
+        default=4,
+        ge=0,
+        description="Number of batches that a gateway runs at a time. 0 leaves all batches to other gateways.",
     )
     gateway_user_shares: bool = Field(
         default=False,
-        description="Divide the share of each tenant between its users, which requests name in `user`, "
+        description="Divide each tenant's share among its users, whom requests identify in `user`, "
         "`safety_identifier` or `metadata.user_id` (docs/fair-share.md).",
     )
     gateway_lease_s: int = Field(
         default=30,
         ge=3,
         le=50,
-        description="Batch lease in seconds. If a gateway fails to renew it, others resume its batches.",
+        description="Batch lease in seconds. If a gateway fails to renew a lease, another gateway resumes the batch.",
     )
     gateway_open_batches: int = Field(
-        default=100, ge=1, description="Maximum number of a tenant's unfinished batches. Further batches get 429."
+        default=100, ge=1, description="Maximum number of unfinished batches per tenant. Further batches get HTTP 429."
     )
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],
-        description="Origins whose pages may send requests from a browser, such as https://chat.example.org, as a JSON "
-        "list or separated by commas (default: none). `*` allows every origin. Without API keys, "
-        "these pages can also make changes.",
+        description="Origins whose pages may send requests from a browser, as a JSON list or separated by commas, "
+        "for example https://chat.example.org (default: none). `*` allows every origin. Without API keys, these "
+        "pages can also make changes.",
     )
     gateway_console: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Serve the console under `/console`: `auto`, `on` or `off`. `auto` serves it if the gateway checks "
-        "API keys or only this machine can reach it. With `on` and without keys, every visitor is an administrator.",
+        description="Serve the console under `/console`: `auto`, `on` or `off`. `auto` serves it if the gateway "
+        "checks API keys, or if only this machine can reach the gateway. With `on` but no API keys, every visitor is "
+        "an administrator.",
     )
     gateway_webhook_timeout_s: float = Field(
-        default=15.0, gt=0, le=60, description="Timeout in seconds for an endpoint to answer a webhook."
+        default=15.0, gt=0, le=60, description="Timeout in seconds for a webhook endpoint to respond."
     )
     gateway_webhook_private: bool = Field(
-        default=False, description="Also send webhooks to loopback and private addresses, and over http."
+        default=False, description="Allow webhooks to loopback and private addresses, and over plain HTTP."
     )
 
     @classmethod
@@ -516,9 +556,9 @@ class Settings(BaseSettings):
             if not re.fullmatch(MODEL_ID, alias):
                 raise ValueError(f"{alias!r} is not valid, because {MODEL_ID_RULE}; choose another alias")
             if model != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, model):
-                raise ValueError(f"{alias!r} stands for {model!r}, which is not the id of a model; correct it")
+                raise ValueError(f"{alias!r} refers to {model!r}, which is not a valid model id; correct it")
             if model in aliases:
-                raise ValueError(f"{alias!r} stands for {model!r}, which is also an alias; name the model itself")
+                raise ValueError(f"{alias!r} refers to {model!r}, which is also an alias; name the model itself")
         return aliases
 
     @field_validator("memory_budget", mode="before")
@@ -552,7 +592,7 @@ class Settings(BaseSettings):
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin; write it as https://chat.example.org, without a path")
         if "*" in origins and len(origins) > 1:
-            raise ValueError('"*" allows every origin; remove the others')
+            raise ValueError('"*" allows every origin; remove the other origins')
         return origins
 
     @model_validator(mode="after")
@@ -565,12 +605,12 @@ class Settings(BaseSettings):
         if taken:
             raise ValueError(f"model_aliases: {taken[0]!r} is the id of a model; choose another alias")
         if sum(model.default for model in self.models) > 1:
-            raise ValueError("models: several models have default = true; choose one")
+            raise ValueError("models: several models have default = true; set it for only one model")
         return self
 
     @property
     def default_model(self) -> ModelSettings:
-        """Return the model with `default = true`, or the first one."""
+        """Return the model with `default = true`, or the first model."""
         return next((model for model in self.models if model.default), self.models[0])
 
     @property
@@ -585,7 +625,7 @@ def _default_data_dir() -> Path:
 
 @functools.cache
 def get_settings() -> Settings:
-    """Return the settings of this process, which are read once. Raises SettingsError, which lists all problems."""
+    """Return this process's settings, which are read only once. Raises SettingsError, which lists all problems."""
     values = _read_file()
     problems = _unknown_names(values, Settings.model_fields, "in the settings file")
     environment = {name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX)}
@@ -628,7 +668,7 @@ def _hint(name: str, known: Any, prefix: str = "") -> str:
 
 
 def explain(problem: Any) -> str:
-    """Describe a problem found by pydantic in one line, with the setting, its value and the requirement."""
+    """Return a one-line description of a pydantic error, with the setting, its value and the requirement."""
     where = ".".join(str(part) for part in problem["loc"]) or "settings"
     if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][-1])
@@ -647,7 +687,7 @@ def _masked(where: str, value: Any) -> str:
 
 
 def _parse_budget(value: Any) -> Any:
-    """Return `auto` and `unlimited` unchanged, and sizes in bytes. Raises ValueError for anything else."""
+    """Return `auto` and `unlimited` unchanged, and convert sizes to bytes. Raises ValueError for anything else."""
     if value in ("auto", "unlimited"):
         return value
     size = _parse_size(str(value))

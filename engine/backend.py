@@ -1,4 +1,4 @@
-"""The interface between the engine and an inference library, which `llama/` and `fake.py` implement."""
+"""The interface between the engine and an inference library. `llama/` and `fake.py` implement it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NO_FREE_CELLS, ABORTED = 1, 2  # return codes of llama_decode (llama.h) after wh
 
 
 class DecodeError(Exception):
-    """A decode call failed with llama.cpp's return code (llama.h: llama_decode).
+    """A failed decode call, with llama.cpp's return code (llama.h: llama_decode).
 
-    The code is 1 if there are no free KV cells, 2 if the call was aborted, and -1 if the batch is invalid. Codes below
-    -1 are fatal, and part of the batch may already have been computed.
+    The code is 1 if no KV cells are free, 2 if the call was aborted, and -1 if the batch is invalid. Codes below -1 are
+    fatal, and part of the batch may already have been computed.
     """
 
     def __init__(self, code: int) -> None:
@@ -30,7 +30,7 @@ class DecodeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Describes a loaded model."""
+    """A description of a loaded model."""
 
     architecture: str
     description: str  # in llama.cpp's words, for example "llama 1B Q8_0"
@@ -45,7 +45,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """A loaded adapter. `fingerprint` is the SHA-256 of its file, and `handle` identifies it in the backend."""
+    """A loaded adapter. `fingerprint` is its file's SHA-256 hash, and `handle` identifies it in the backend."""
 
     name: str
     fingerprint: str
@@ -53,7 +53,7 @@ class Adapter:
 
 
 class AdapterUse(NamedTuple):
-    """An adapter, and the scale at which a decode call applies it. The scale is never 0."""
+    """An adapter, and the scale with which a decode call applies it. The scale is never 0."""
 
     adapter: Adapter
     scale: float
@@ -64,12 +64,12 @@ AdapterKey = tuple[tuple[str, float], ...]
 
 
 def key_of(adapters: AdapterSet) -> AdapterKey:
-    """Return the part of an adapter set that KV cells depend on: the contents and scales, not the names."""
+    """Return the part of an adapter set that affects KV cells: the contents and scales, but not the names."""
     return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one slot in a step's batch."""
+    """Consecutive tokens of one slot in the batch of a step."""
 
     slot: int
     position: int  # position of the first token
@@ -80,58 +80,58 @@ class Chunk(NamedTuple):
 
     @property
     def drafts(self) -> list[int]:
-        """The draft tokens. Tokens after them are only padding that makes chunks equally long."""
+        """The draft tokens. Any tokens after them are padding, which makes chunks equally long."""
         return self.tokens[1 : 1 + self.num_drafts]
 
 
 class Vocabulary(Protocol):
-    """Converts text to tokens and back. Any thread may use it at any time."""
+    """Converts text to tokens and tokens to text. Any thread may use it at any time."""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, or no bytes for a control token."""
+        """Return the bytes of a token. Control tokens have no bytes."""
         ...
 
     def is_end(self, token: int) -> bool:
-        """Return whether a token ends the generation."""
+        """Return whether a token ends generation."""
         ...
 
 
 class Sampler(Protocol):
-    """Samples the tokens of one sequence. Only the engine thread may use it."""
+    """Samples a sequence's tokens. Only the engine thread may use it."""
 
     @property
     def mirostat_mu(self) -> float | None:
-        """The state of mirostat for `new_sampler`, or None if the request does not use mirostat."""
+        """The mirostat state to pass to `new_sampler`, or None if the request doesn't use mirostat."""
         ...
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
-        """Return the next token, sampled from the logits of the last decode call for this slot.
+        """Return the next token, sampled from the slot's logits of the last decode call. Raises GrammarFailed.
 
-        `row` is the number of draft tokens accepted before this token. If `forced` is given, this token is returned
-        unless a grammar forbids it. Raises GrammarFailed.
+        `row` is the number of draft tokens that were accepted before this token. If `forced` is given, this token is
+        returned unless a grammar forbids it.
         """
         ...
 
     def bind(self) -> None:
-        """Apply the grammar, if there is one, to all tokens from now on."""
+        """Apply the grammar, if one is given, to all following tokens."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens of the text that the grammar requires next, or an empty list if there is a choice.
+        """Return tokens for the text that the grammar requires next, or an empty list if several texts are possible.
 
-        Other tokens may represent the same text.
+        The same text may also be represented by other tokens.
         """
         ...
 
 
 class SamplingPlan(Protocol):
-    """The prepared sampling parameters of a request. Its samplers are created from them."""
+    """The prepared sampling parameters of a request, from which its samplers are created."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Requested features that are not enforced."""
+        """Descriptions of requested features that are not enforced."""
         ...
 
 
@@ -145,9 +145,10 @@ class KvMemory(Protocol):
     partial_reuse: bool  # whether a slot can be truncated at any time
 
     def first_cut(self, slot: int) -> int:
-        """Return the smallest length to which a slot can be truncated. All greater lengths are also possible.
+        """Return the smallest length to which a slot can be truncated. Any greater length is also possible.
 
-        The result is 0 if any length is possible, and never exceeds the current length. A slot can always be emptied.
+        The result is 0 if any length is possible, and it never exceeds the current length. A slot can always be
+        emptied.
         """
         ...
 
@@ -156,65 +157,77 @@ class KvMemory(Protocol):
         ...
 
     def trim(self, slot: int, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Keep the first positions of a slot. If that is impossible, empty the slot and return False."""
+        """Keep the first `num_tokens` positions of a slot.
+
+        If the slot can't be truncated to this length, empty it and return False.
+        """
         ...
 
     def copy(self, source: int, target: int, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Copy the first positions of `source` to the empty slot `target`. Return False if `target` is still empty."""
+        """Copy the first `num_tokens` positions of `source` to the empty slot `target`.
+
+        Return False if `target` is still empty.
+        """
         ...
 
     def state_bytes(self, slot: int) -> int:
-        """Return the `nbytes` that the result of `save` would have."""
+        """Return the value of `nbytes` that the result of `save` would have."""
         ...
 
     def save(self, slot: int) -> Any:
-        """Return all cells of a slot as an object with the attribute `nbytes`."""
+        """Return all cells of a slot as an object with an `nbytes` attribute."""
         ...
 
     def restore(self, slot: int, data: Any, num_tokens: int, checkpoint: Any = None) -> bool:
-        """Restore the first positions of a saved state into an empty slot. Return False if the slot is still empty."""
+        """Restore the first `num_tokens` positions of a saved state to an empty slot.
+
+        Return False if the slot is still empty.
+        """
         ...
 
     def portable(self, data: Any, num_tokens: int, *, checkpoint: bool = False) -> Buffer:
         """Return a saved state or a checkpoint in a format that doesn't depend on the number of slots.
 
-        Any thread may call this. Raises ValueError if the state has no such format.
+        Any thread may call this method. Raises ValueError if the state can't be converted to this format.
         """
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """Convert data from `portable` back to a state or checkpoint, and return it with its number of tokens.
+        """Convert data from `portable` to a state or checkpoint. Return it with its number of tokens.
 
-        Any thread may call this. Writable buffers are not copied: the state takes them over and modifies them. Raises
-        ValueError if the data is damaged.
+        Any thread may call this method. Writable buffers are not copied. Instead, the state takes ownership of them and
+        modifies them. Raises ValueError if the data is damaged.
         """
         ...
 
     def checkpoint_bytes(self, slot: int) -> int:
-        """Return the `nbytes` that the result of `checkpoint` would have."""
+        """Return the value of `nbytes` that the result of `checkpoint` would have."""
         ...
 
     def checkpoint(self, slot: int) -> Any:
-        """Return a checkpoint, which lets `trim`, `copy` and `restore` truncate a state to the current length."""
+        """Return a checkpoint of the slot.
+
+        With a checkpoint, `trim`, `copy` and `restore` can truncate a state to the slot's current length.
+        """
         ...
 
 
 class AdapterStore(Protocol):
-    """Holds the weights of adapters. Any thread may use it."""
+    """Manages the weights of adapters. Any thread may use it."""
 
     def load_adapter(self, path: Path) -> Any:
-        """Load an adapter, and return its handle in the backend. Raises AdapterLoadFailed."""
+        """Load an adapter and return its handle in the backend. Raises AdapterLoadFailed."""
         ...
 
     def free_adapter(self, handle: Any) -> None:
-        """Free the memory of an adapter. Later decode calls must not use it."""
+        """Free the memory of an adapter. Later decode calls must not use the adapter."""
         ...
 
 
 class Backend(KvMemory, AdapterStore, Protocol):
     """A context of the inference library, with the KV cells of all slots.
 
-    Only the engine thread may use it, except for `vocabulary`, `prepare`, `abort` and the methods that load and free
+    Only the engine thread may use it, except for `vocabulary`, `prepare`, `abort`, and the methods that load and free
     adapters.
     """
 
@@ -227,22 +240,22 @@ class Backend(KvMemory, AdapterStore, Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop the waiting compute threads, because the context is about to be idle for a while."""
+        """Stop the idle compute threads, because the context will not be used for a while."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary: ...
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingPlan:
-        """Prepare the sampling parameters of a request for `new_sampler`. This method does all of the slow work.
+        """Prepare the sampling parameters of a request for `new_sampler`. All slow work is done in this method.
 
-        `visible` contains the control tokens whose text belongs to the output. A grammar can't match any other control
-        tokens. Raises InvalidRequest for an invalid grammar or an unknown token.
+        `visible` contains the control tokens whose text is part of the output. A grammar can't match any other control
+        tokens. Raises InvalidRequest if the grammar is invalid or a token is unknown.
         """
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        """Compute the KV cells of the chunks, which are in the order of their slots, with these adapters.
+        """Compute the KV cells of the chunks with these adapters. The chunks are in slot order.
 
         The call returns after the computation has finished, even on a GPU. Raises DecodeError.
         """
@@ -263,12 +276,12 @@ class Backend(KvMemory, AdapterStore, Protocol):
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> Sampler:
-        """Return a sampler for the tokens that follow `history`.
+        """Return a sampler for the tokens that follow `history`. Raises GrammarFailed.
 
-        `plan` is a result of `prepare`. The last `num_sampled` tokens of `history` were sampled earlier. The grammar
-        doesn't apply to the first `num_unbound` of these. If `num_unbound` is None, the grammar applies only after
-        `bind` has been called. With `ban_end`, no end token is sampled. `mirostat_mu` is the mirostat state from which
-        the sampler continues. Raises GrammarFailed.
+        `plan` must be a result of `prepare`. The last `num_sampled` tokens of `history` were sampled earlier, and the
+        grammar doesn't apply to the first `num_unbound` of these tokens. If `num_unbound` is None, the grammar applies
+        only after `bind` has been called. With `ban_end`, end tokens are never sampled. `mirostat_mu` is the mirostat
+        state from which the sampler continues.
         """
         ...
 
@@ -276,7 +289,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
 
 
 class EmbeddingBackend(Protocol):
-    """A context that turns whole sequences into vectors. Only the embedder thread may use it."""
+    """A context that converts whole sequences to vectors. Only the embedder thread may use it."""
 
     max_tokens: int  # maximum number of tokens in one text
     batch_tokens: int  # tokens in the largest efficient batch of several texts; at most `max_tokens`
@@ -290,13 +303,14 @@ class EmbeddingBackend(Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop the waiting compute threads, because the context is about to be idle for a while."""
+        """Stop the idle compute threads, because the context will not be used for a while."""
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return one array per text, as the model outputs it: [n_embd], or [tokens, n_embd] if `per_token` is true.
+        """Return one array per text, as output by the model. Raises DecodeError.
 
-        The texts may have at most `max_tokens` tokens in total. Raises DecodeError.
+        Each array has the shape [n_embd], or [tokens, n_embd] if `per_token` is true. The texts may have at most
+        `max_tokens` tokens in total.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""The errors of the engine, and checks that raise them.
+"""The engine's errors, and checks that raise them.
 
-Errors are passed to other processes by code, not as exception objects. `tasks/contract/codes.py` describes each code
+Errors are passed to other processes as codes, not as exception objects. `tasks/contract/codes.py` describes each code
 for callers.
 """
 
@@ -13,31 +13,31 @@ from typing import ClassVar, TypeGuard
 
 
 class EngineError(Exception):
-    """The engine could not do what a caller requested. `str(error)` is a message for people."""
+    """The engine can't do what the caller requested. `str(error)` is a human-readable message."""
 
     code: ClassVar[str] = "engine_error"
 
 
 class InvalidRequest(EngineError):
-    """A parameter or a text is wrong. The message names the parameter, its value and the remedy."""
+    """A parameter or a text is invalid. The message contains the parameter, its value and a remedy."""
 
     code = "invalid_request"
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt can never fit into the context of a slot."""
+    """The prompt can never fit into a slot's context."""
 
     code = "prompt_too_long"
 
 
 class TemplateFailed(EngineError):
-    """The chat template rejected the messages or took too long, or the model has no chat template."""
+    """The chat template rejected the messages or took too long, or the model doesn't have a chat template."""
 
     code = "template_failed"
 
 
 class WrongCapability(EngineError):
-    """The model is not loaded for this use."""
+    """The model was not loaded with the required capability."""
 
     code = "wrong_capability"
 
@@ -49,19 +49,19 @@ class ModelNotLoaded(EngineError):
 
 
 class ModelLoadFailed(EngineError):
-    """The source is missing, damaged or not supported. No part of the model stays in memory."""
+    """The source is missing, damaged or not supported. The model is removed from memory."""
 
     code = "model_load_failed"
 
 
 class IdTaken(ModelLoadFailed):
-    """Another model, or another adapter of the same model, already has this id."""
+    """Another model, or another adapter of the same model, is already using this id."""
 
     code = "id_taken"
 
 
 class InsufficientMemory(ModelLoadFailed):
-    """The model needs more memory than is available. The attributes name the device and the sizes."""
+    """The model needs more memory than is available. The attributes contain the device and the sizes."""
 
     code = "insufficient_memory"
 
@@ -79,19 +79,19 @@ class AdapterLoadFailed(EngineError):
 
 
 class UnknownAdapter(EngineError):
-    """The model has no adapter with this name."""
+    """The model doesn't have an adapter with this name."""
 
     code = "unknown_adapter"
 
 
 class UnknownKey(EngineError):
-    """No context with this key is stored here for these adapters and this scope."""
+    """No context with this key is stored here for this scope and these adapters."""
 
     code = "unknown_key"
 
 
 class AdapterBusy(EngineError):
-    """Requests were still using the adapter when the timeout expired. It stays loaded and available."""
+    """The adapter was still in use when the timeout expired. The adapter stays loaded and available."""
 
     code = "adapter_busy"
 
@@ -103,49 +103,55 @@ class ManagerExists(EngineError):
 
 
 class ModelBusy(EngineError):
-    """Requests were still using the model when the timeout expired. It stays loaded and available."""
+    """The model was still in use when the timeout expired. The model stays loaded and available."""
 
     code = "model_busy"
 
 
 class QueueFull(EngineError):
-    """`max_queue` requests are already waiting. The handle of the request raises this error."""
+    """The maximum number of requests (`max_queue`) is already waiting. The request's handle raises this error."""
 
     code = "queue_full"
 
 
 class DecodeFailed(EngineError):
-    """llama.cpp rejected the tokens of one request (llama.h: llama_decode, llama_encode). Others are not affected."""
+    """llama.cpp rejected the tokens of one request (llama.h: llama_decode, llama_encode).
+
+    Other requests are not affected.
+    """
 
     code = "decode_failed"
 
 
 class RequestFailed(EngineError):
-    """An unexpected error affected this request. The error is logged, and other requests continue."""
+    """An unexpected error ended this request. The error is logged, and other requests continue."""
 
     code = "internal_error"
 
 
 class GrammarFailed(EngineError):
-    """The grammar, the logit biases and `ignore_eos` together allow no token."""
+    """The grammar, the logit biases and `ignore_eos` together don't allow any token."""
 
     code = "grammar_failed"
 
 
 class EmbeddingCancelled(EngineError):
-    """An embedding was cancelled. A cancelled generation ends with the finish reason `cancelled` instead."""
+    """An embedding request was cancelled. Cancelled generations finish with the reason `cancelled` instead."""
 
     code = "cancelled"
 
 
 class EngineStopped(EngineError):
-    """The engine was closed, or its thread failed. It accepts no more requests."""
+    """The engine was closed or its thread failed, so the engine no longer accepts requests."""
 
     code = "engine_stopped"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the last part of a message about an unknown name: the most similar known name, or all known names."""
+    """Return the last part of an error message about an unknown name.
+
+    It suggests the most similar known name, or else lists all known names.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
@@ -154,7 +160,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check(ok: bool, name: str, value: object, condition: str) -> None:
-    """Raise InvalidRequest unless `ok` is true. The message names the value and the condition that it must meet."""
+    """Raise InvalidRequest unless `ok` is true.
+
+    The message contains the name, the value, and the condition that the value must meet.
+    """
     if not ok:
         raise InvalidRequest(f"{name} is {value!r}; it must be {condition}")
 

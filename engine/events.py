@@ -1,4 +1,4 @@
-"""Events of requests, which are emitted once per step, and telemetry of steps and requests."""
+"""The events of requests, which are emitted once per step, and the telemetry of steps and requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CacheTier = Literal["device", "ram", "disk"]  # place of reused cells: in a slot
 
 
 class PrefixHit(NamedTuple):
-    """How much of a prompt was reused, and from which tier."""
+    """The number of reused prompt tokens, with the kind of the hit and the tier of the reused tokens."""
 
     kind: CacheHitKind
     num_tokens: int
@@ -28,7 +28,10 @@ class PrefixHit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """Token counts of a request. `cached_tokens` counts the prompt tokens that were reused instead of computed."""
+    """The token counts of a request.
+
+    `cached_tokens` is the number of prompt tokens that were reused instead of being computed.
+    """
 
     prompt_tokens: int  # number of prompt tokens
     completion_tokens: int  # number of generated tokens
@@ -39,20 +42,23 @@ class RequestUsage:
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:
-        """Whether all of the prompt, a part of it or nothing was reused."""
+        """Whether the entire prompt, part of the prompt, or nothing was reused."""
         if not self.cached_tokens:
             return "cold"
         return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
 
     @property
     def cache_hit(self) -> PrefixHit:
-        """How much of the prompt was reused, and from which tier."""
+        """The number of reused prompt tokens, with the kind of the hit and the tier of the reused tokens."""
         return PrefixHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Times in milliseconds from submission, and rates in tokens per second. A value that can't be measured is None."""
+    """Durations in milliseconds since submission, and rates in tokens per second.
+
+    Values that can't be measured are None.
+    """
 
     queue_ms: float  # until the request got a slot, or ended without one
     ttft_ms: float | None  # until the first token
@@ -65,7 +71,7 @@ class RequestTimings:
 
 
 class Context:
-    """The tokens of a prompt and its output, with the conditions for continuing them. Any thread may use it."""
+    """The tokens of a prompt and its output, and the conditions for continuing them. Any thread may use it."""
 
     __slots__ = ("_key", "adapters", "generated", "identity", "prompt", "scope")
 
@@ -77,9 +83,9 @@ class Context:
         prompt: tuple[int, ...],
         generated: tuple[int, ...] = (),
     ) -> None:
-        """Create a context. This must be cheap, because it runs on the engine thread.
+        """Create a context.
 
-        `adapters` are fingerprints and scales.
+        This method runs on the engine thread, so it must be fast. `adapters` contains fingerprints and scales.
         """
         self.identity = identity
         self.adapters = adapters
@@ -90,17 +96,17 @@ class Context:
 
     @property
     def seed(self) -> bytes:
-        """The digest of everything that the cells of these tokens depend on, except the tokens themselves."""
+        """A digest of everything that determines the cells of these tokens, except the tokens themselves."""
         return seed_of(self.identity, self.adapters, self.scope)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of the prompt and of the output."""
+        """The tokens of the prompt and the output."""
         return self.prompt + self.generated
 
     @property
     def key(self) -> str:
-        """The name of the context: 64 hexadecimal digits."""
+        """The key of the context, which consists of 64 hexadecimal digits."""
         if self._key is None:
             self._key = key_of(self.seed, self.tokens)
         return self._key
@@ -111,7 +117,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a request that did not fail. `text` contains neither a stop string nor an incomplete character.
+    """The result of a successful request. `text` contains neither stop strings nor incomplete characters.
 
     `tokens` and `usage` cover everything that was generated. In a chat, `text` excludes reasoning and tool calls.
     """
@@ -136,16 +142,16 @@ class Completion:
 
     @property
     def finish_key(self) -> str | None:
-        """The key of the prompt and the output. A later request continues them by passing this key as `parent_key`.
+        """The key of the prompt and the output. To continue them, a later request passes this key as `parent_key`.
 
-        The first thread that reads the key computes it. The key is None if `cache_prompt` is False.
+        The key is computed by the first thread that reads it. If `cache_prompt` is False, the key is None.
         """
         return None if self.context is None else self.context.key
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request has received a slot."""
+    """Reports that a request has received a slot."""
 
     request_id: str
     slot: int
@@ -156,9 +162,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Final text, and the token ids sampled since the last event. Some of these may belong to text that is held back.
+    """Final text, and the ids of the tokens sampled since the last event.
 
-    The text of the event at the end of the reasoning is the complete reasoning.
+    Some of these tokens may belong to text that is still held back. The event at the end of the reasoning contains the
+    complete reasoning as its text.
     """
 
     request_id: str
@@ -173,7 +180,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The only terminal event of a request, with either a completion or an error."""
+    """The only terminal event of a request. It contains either a completion or an error."""
 
     request_id: str
     completion: Completion | None = None
@@ -185,7 +192,7 @@ Event = Started | Text | Finished
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """The batch of one step, and the duration of the step."""
+    """The batch and the duration of one step."""
 
     model: str  # id of the model
     at: float  # end of the step, in Unix seconds
@@ -201,13 +208,13 @@ class StepStats:
 
     @property
     def python_ms(self) -> float:
-        """Time outside llama.cpp's decode, including sampling."""
+        """The time spent outside llama.cpp's decode call, including sampling."""
         return self.step_ms - self.eval_ms
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Measurements of a finished request. Times count from its submission. Values that don't exist are None."""
+    """Measurements of a finished request. Durations start at submission. Values that don't exist are None."""
 
     model: str  # id of the model
     at: float  # end of the request, in Unix seconds

@@ -1,7 +1,7 @@
-"""Backends without llama.cpp for tests: exact, deterministic and strict.
+"""Deterministic backends without llama.cpp, which strictly check how tests use them.
 
-A token is a byte, and token 256 ends a generation. The next token is a hash of *what the KV cache of the slot holds*,
-so a wrong position, a lost cell or a mix-up of slots changes the generated text.
+A token is a byte, and token 256 ends a generation. The next token is a hash of *the contents of the slot's KV cache*. A
+wrong position, a lost cell or swapped slots therefore change the generated text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class FakeVocabulary:
 
 
 class Cell:
-    """A KV cell. Slots that share it hold the same object. `token` is a pair if the cell was computed with adapters."""
+    """A KV cell. Slots that share a cell hold the same object.
+
+    `token` is a pair if the cell was computed with adapters.
+    """
 
     __slots__ = ("token",)
 
@@ -55,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class FakeState:
-    """A saved state of a slot."""
+    """The saved state of a slot."""
 
     tokens: tuple[CellToken, ...]
     num_lost: int = 0  # leading positions that the sliding window has lost
@@ -76,7 +79,10 @@ class FakeCheckpoint:
 
 @dataclass
 class FakeBackend:
-    """Keeps the tokens of every slot as its KV cache. `failures` are the return codes of the next decode calls."""
+    """A backend that stores the tokens of every slot as its KV cache.
+
+    `failures` contains the return codes of the next decode calls.
+    """
 
     n_slots: int = 4
     ctx_per_slot: int = 256
@@ -125,7 +131,7 @@ class FakeBackend:
         return 0 if self.partial_reuse and (not self.window or num_tokens <= self.window) else num_tokens
 
     def lose_what_the_window_passed(self, slot: int) -> None:
-        """Drop the cells before the window, as if other slots of a pool had taken them."""
+        """Drop the cells before the sliding window, as if other slots had used them."""
         if self.window:
             self.num_lost[slot] = max(self.num_lost[slot], len(self.cells[slot]) - self.window)
 
@@ -178,7 +184,7 @@ class FakeBackend:
         return FakeCheckpoint(self.summaries[slot])
 
     def num_used(self) -> int:
-        """Return the number of distinct cells."""
+        """Return the number of distinct cells in all slots."""
         return len({id(cell) for cells in self.cells for cell in cells})
 
     # Decoding
@@ -275,7 +281,7 @@ def _summary(cells: Sequence[Cell]) -> int:
 
 @dataclass(frozen=True)
 class FakePlan:
-    """The parameters of a request. Constraints are ignored."""
+    """The prepared parameters of a request. Constraints are ignored."""
 
     params: SamplingParams
     warnings: tuple[str, ...] = ()
@@ -283,7 +289,10 @@ class FakePlan:
 
 @dataclass
 class FakeSampler:
-    """Samples greedily if there is no seed. Otherwise, seed, position and mirostat state affect every token."""
+    """A sampler that is greedy without a seed.
+
+    With a seed, every token depends on the seed, the position and the mirostat state.
+    """
 
     backend: FakeBackend
     seed: int | None

@@ -1,4 +1,4 @@
-"""Options and capabilities for loading a model. They are validated when created, and can't be changed."""
+"""Options and capabilities for loading a model. They are validated on creation and can't be changed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KvLayout = Literal["auto", "unified", "partitioned"]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options for loading a model and batching its requests. None lets cellama choose. Raises InvalidRequest.
+    """Options for loading a model and batching its requests. Raises InvalidRequest.
 
-    If `cellama tune` was run for this model on this machine, its results replace None for n_parallel, n_ubatch and
-    threads, and "auto" for kv_layout (tuned_options.py).
+    If an option is None, cellama chooses a value. If `cellama tune` was run for this model on this machine, its results
+    replace None for n_parallel, n_ubatch and threads, and "auto" for kv_layout (tuned_options.py).
     """
 
     n_parallel: int | None = None  # number of slots; the property `num_slots` has the number that is used
@@ -109,31 +109,37 @@ class EngineOptions:
 
     @property
     def num_slots(self) -> int:
-        """`n_parallel`, or its default."""
+        """The number of slots: `n_parallel` or its default."""
         return DEFAULT_SLOTS if self.n_parallel is None else self.n_parallel
 
     @property
     def bulk_slots(self) -> int:
-        """The number of slots for `bulk_share`: at least one unless the share is 0, but never all of them."""
+        """The number of slots guaranteed by `bulk_share`.
+
+        A share above 0 guarantees at least one slot, but never all slots.
+        """
         slots = round(self.bulk_share * self.num_slots)
         return min(max(slots, 1), self.num_slots - 1) if self.bulk_share else 0
 
     @property
     def pass_tokens(self) -> int:
-        """The maximum number of tokens in one pass: `n_ubatch` or its default, but at most `n_batch`."""
+        """The maximum number of tokens in one pass: `n_ubatch` or its default, limited to `n_batch`."""
         widest = max(DEFAULT_UBATCH, self.chunk_size or 0) if self.n_ubatch is None else self.n_ubatch
         return min(widest, self.n_batch)
 
     @property
     def logit_rows(self) -> int:
-        """The maximum number of tokens in a decode call that have logits: one for each slot, and some draft tokens."""
+        """The maximum number of tokens in a decode call that have logits: one per slot, and some draft tokens."""
         slots = self.num_slots
         rows = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
         return min(self.pass_tokens, rows)
 
     @property
     def of_draft(self) -> EngineOptions:
-        """Options for the draft model: the same number and size of slots, one pool of cells, and no saved states."""
+        """Options for the draft model.
+
+        The draft model has the same number and size of slots, a single pool of cells, and no saved states.
+        """
         pass_tokens = max(DRAFT_PASS, self.num_slots)
         return replace(
             self,
@@ -152,22 +158,25 @@ class EngineOptions:
 
     @property
     def chunk_tokens(self) -> int:
-        """`chunk_size`, or its default."""
+        """The maximum number of prompt tokens per slot and step: `chunk_size` or its default."""
         return min(DEFAULT_CHUNK, self.pass_tokens) if self.chunk_size is None else self.chunk_size
 
     @property
     def saved_bytes(self) -> int:
-        """`cache_ram_bytes`, or its default if loading the model did not choose a value."""
+        """The RAM quota for KV states: `cache_ram_bytes`, or its default if loading has not chosen a value."""
         return DEFAULT_SAVED_BYTES if self.cache_ram_bytes is None else self.cache_ram_bytes
 
     @property
     def keeps_states(self) -> bool:
-        """Whether KV states are saved to disk. They pass through RAM, so this also requires a quota for RAM."""
+        """Whether KV states are saved to disk.
+
+        States are copied to RAM before they are written to disk, so this also requires a RAM quota.
+        """
         return bool(self.cache_dir and self.cache_disk_bytes and self.saved_bytes and self.cache_prompt)
 
     @property
     def queue_bytes(self) -> int:
-        """Maximum total size in bytes of the states that have left RAM and wait to be written to disk."""
+        """Maximum total size in bytes of the states that were removed from RAM and not yet written to disk."""
         return self.saved_bytes // 4 if self.keeps_states else 0
 
     @property
@@ -177,12 +186,15 @@ class EngineOptions:
 
     @property
     def held_bytes(self) -> int:
-        """Maximum size in bytes of the saved states in RAM, including states on their way to and from disk."""
+        """Maximum size in bytes of the saved states in RAM.
+
+        This includes states that are being read from disk or waiting to be written to it.
+        """
         return self.saved_bytes + self.queue_bytes + self.warm_bytes
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """The sampling parameters of requests that don't set them."""
+        """The sampling parameters for requests that don't set them."""
         return self.sampling or {}
 
     def _check_one_of(self, name: str, known: Iterable[str]) -> None:
@@ -197,7 +209,7 @@ CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The capabilities that a model is loaded for. `pooling` is the pooling of its embeddings."""
+    """The capabilities with which a model is loaded, and the pooling of its embeddings."""
 
     capabilities: frozenset[Capability]
     pooling: Pooling = "mean"

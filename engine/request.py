@@ -1,4 +1,4 @@
-"""Requests: a prompt with sampling parameters and limits. They are validated when created, and can't be changed."""
+"""Requests: a prompt with sampling parameters and limits. They are validated on creation and can't be changed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .errors import InvalidRequest, check, check_int, check_length, check_number
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probabilities of a token and of the likeliest tokens at its position.
+    """The log-probabilities of a token and of the most likely tokens at its position.
 
-    They are natural logarithms, before penalties, temperature and filters apply.
+    They are natural logarithms, computed before penalties, temperature and filters are applied.
     """
 
     token: int
@@ -30,7 +30,7 @@ class TokenLogprob:
 
 
 def text_of_bytes(data: bytes) -> str:
-    """Return the text of a token.
+    """Return the text for a token's bytes.
 
     Bytes that are not valid UTF-8, such as part of a character, are written in OpenAI's format: `bytes:\\xe2\\x82`.
     """
@@ -41,7 +41,7 @@ def text_of_bytes(data: bytes) -> str:
 
 
 def with_texts(entry: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenLogprob:
-    """Return the entry with the texts of its tokens."""
+    """Return the entry with the texts of its tokens added."""
     tops = tuple(text_of_bytes(token_bytes(token)) for token, _ in entry.top)
     return replace(entry, text=text_of_bytes(token_bytes(entry.token)), top_texts=tops)
 
@@ -50,7 +50,7 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # parameters that con
 
 
 def _real(default: float, low: float, high: float) -> Any:
-    """Return a field for a number from `low` to `high`."""
+    """Return a field for a number in the range from `low` to `high`."""
 
     def check_range(name: str, value: object) -> None:
         check(is_real(value) and low <= value <= high, name, value, f"from {low:g} to {high:g}")
@@ -59,7 +59,7 @@ def _real(default: float, low: float, high: float) -> Any:
 
 
 def _above_zero(default: float, high: float) -> Any:
-    """Return a field for a number above 0 and at most `high`."""
+    """Return a field for a number that is greater than 0 and not greater than `high`."""
 
     def check_range(name: str, value: object) -> None:
         check(is_real(value) and 0 < value <= high, name, value, f"above 0 and at most {high:g}")
@@ -68,15 +68,15 @@ def _above_zero(default: float, high: float) -> Any:
 
 
 def _whole(default: int, low: int, high: int) -> Any:
-    """Return a field for a whole number from `low` to `high`."""
+    """Return a field for a whole number in the range from `low` to `high`."""
     return field(default=default, metadata={"check": partial(check_int, low=low, high=high)})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Determines how the next token is chosen. `temperature=0` is greedy. `seed=None` means a random seed.
+    """Parameters that determine how the next token is chosen. Raises InvalidRequest if a value is out of range.
 
-    Raises InvalidRequest if a value is out of range.
+    `temperature=0` selects greedy sampling. `seed=None` selects a random seed.
     """
 
     temperature: float = _real(0.8, 0.0, limits.MAX_TEMPERATURE)
@@ -130,7 +130,7 @@ class SamplingParams:
     def _check_constraints(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InvalidRequest(f"{' and '.join(given)} are given together; choose one")
+            raise InvalidRequest(f"{' and '.join(given)} can't be combined; choose one of them")
         check_length("json_schema", self.json_schema or "", limits.MAX_SCHEMA_CHARS)
         check_length("regex", self.regex or "", limits.MAX_REGEX_CHARS)
         check_length("lark", self.lark or "", limits.MAX_LARK_CHARS)
@@ -162,19 +162,19 @@ class SamplingParams:
 
     @property
     def has_dry(self) -> bool:
-        """Whether DRY changes logits (llama.h: llama_sampler_init_dry)."""
+        """Whether DRY changes the logits (llama.h: llama_sampler_init_dry)."""
         return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen, regardless of the seed."""
+        """Whether the most likely token is always chosen, regardless of the seed."""
         if self.mirostat:
             return self.temperature == 0
         return (self.temperature == 0 and self.dynatemp_range == 0) or self.top_k == 1
 
     @property
     def keeps_by_min_p_alone(self) -> bool:
-        """Whether min_p is the only filter, so the tokens need not be sorted."""
+        """Whether min_p is the only filter, so that the tokens don't need to be sorted."""
         return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
 
     @property
@@ -184,7 +184,7 @@ class SamplingParams:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether sampling is greedy, and nothing else changes or reads the logits."""
+        """Whether sampling is greedy and nothing else reads or changes the logits."""
         changed = self.has_penalties or self.logit_bias or self.has_dry or self.min_tokens or self.logprobs is not None
         return self.is_greedy and not changed and not self.is_constrained
 
@@ -194,7 +194,7 @@ _NO_DEFAULTS = frozenset({"logprobs"})  # only a caller that reads the report ca
 
 
 def defaults_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's sampling defaults as JSON data, with the names of SamplingParams. Raises InvalidRequest."""
+    """Return a model's sampling defaults as JSON data, keyed by SamplingParams field. Raises InvalidRequest."""
     known = SamplingParams.__dataclass_fields__.keys() - _NO_DEFAULTS
     for name in given.keys() - known:
         raise InvalidRequest(f"sampling: {name!r} can't have a default; {nearest(name, known)}")
@@ -216,9 +216,10 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def sampling_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters with the given values, and with the model's defaults (`defaults_of`) for all others.
+    """Return sampling parameters with the given values, and the model's defaults for all other parameters.
 
-    A given schema, regular expression or grammar replaces the one in the defaults. Raises InvalidRequest.
+    The defaults must come from `defaults_of`. A given schema, regular expression or grammar replaces the default one.
+    Raises InvalidRequest.
     """
     if any(given.get(name) is not None for name in CONSTRAINTS):
         replaced = {*CONSTRAINTS, "strict_schema", *(["grammar_root"] if "grammar" in defaults else [])}
@@ -241,7 +242,10 @@ Mode = Literal["generate", "stream"]  # whether a caller gets the text at the en
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The earlier output of a request. The request continues after these tokens as if it had never been interrupted."""
+    """The earlier output of an interrupted request.
+
+    The request continues after these tokens as if it had never been interrupted.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -250,10 +254,10 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of the slots that a request counts towards. Raises InvalidRequest.
+    """The fairness key and weights by which a request shares the slots with others. Raises InvalidRequest.
 
     Waiting requests with the same priority take turns by key, so that each key gets the same number of computed tokens
-    per weight. Slashes in a key separate levels.
+    per weight. Slashes separate the levels of a key.
     """
 
     key: str = ""
@@ -268,7 +272,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to generate text: a prompt as token ids, and how to continue it. Raises InvalidRequest."""
+    """A request to generate text: a prompt as token ids, and parameters for continuing it. Raises InvalidRequest."""
 
     id: str
     prompt: tuple[int, ...]
@@ -315,17 +319,17 @@ class Request:
 
     @property
     def called_mode(self) -> Mode:
-        """The way in which the caller receives the text."""
+        """Whether the caller receives the text at the end or in chunks, for telemetry."""
         return self.mode or ("stream" if self.stream else "generate")
 
     @property
     def prefill_only(self) -> bool:
-        """Whether the request ends when its prompt has been computed."""
+        """Whether the request ends as soon as its prompt has been computed."""
         return self.max_tokens == 0
 
     @property
     def is_interactive(self) -> bool:
-        """Whether a reader waits for each token. Otherwise, the request is bulk work."""
+        """Whether a reader is waiting for each token. Otherwise, the request is bulk work."""
         return self.priority <= INTERACTIVE_PRIORITY
 
     def _check_adapters(self) -> None:
@@ -344,6 +348,6 @@ def _check_reported(logprobs: int, n: int, max_tokens: int) -> None:
     count = n * max_tokens * (logprobs + 1)
     if count > limits.MAX_REPORTED:
         raise InvalidRequest(
-            f"logprobs {logprobs} for n {n} and max_tokens {max_tokens} make up to {count} entries, but the limit is "
+            f"logprobs {logprobs} for n {n} and max_tokens {max_tokens} can produce {count} entries, but the limit is "
             f"{limits.MAX_REPORTED}; lower one of them"
         )

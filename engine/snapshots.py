@@ -1,4 +1,4 @@
-"""Snapshots: the current state of engines, embedders and all models of a process."""
+"""Snapshots: the current state of engines, embedders, and all models in a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its t
 
 @dataclass(frozen=True, slots=True)
 class SourceDrafts:
-    """Draft tokens that one source proposed."""
+    """Statistics about the draft tokens proposed by one source."""
 
     drafted: int  # draft tokens that were checked
     accepted: int  # draft tokens that were accepted
@@ -20,9 +20,9 @@ class SourceDrafts:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The current state of an engine. Reading it never waits, not even during a step.
+    """The current state of an engine. Reading a snapshot never waits, not even during a step.
 
-    Counts start when the engine is created.
+    All counts start when the engine is created.
     """
 
     phase: Phase  # current activity
@@ -70,15 +70,15 @@ class EngineSnapshot:
 
     @property
     def slots_busy(self) -> int:
-        """Number of slots that prefill or decode."""
+        """The number of slots that are prefilling or decoding."""
         return self.slots_prefilling + self.slots_decoding
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedderSnapshot:
-    """The current state of an embedder or reranker. Reading it never waits, not even during a step.
+    """The current state of an embedder or reranker. Reading a snapshot never waits, not even during a step.
 
-    Counts start when the embedder or reranker is created.
+    All counts start when the embedder or reranker is created.
     """
 
     phase: Phase  # never "generating"
@@ -95,7 +95,7 @@ class EmbedderSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """The current states of the parts of a model. A part that the model lacks is None."""
+    """The current states of a model's engine, embedder and reranker. Parts that the model doesn't have are None."""
 
     engine: EngineSnapshot | None
     embedder: EmbedderSnapshot | None
@@ -113,18 +113,18 @@ class ModelSnapshot:
 
     @property
     def requests_running(self) -> int:
-        """Return the number of running requests of all parts."""
+        """Return the total number of running requests in all parts."""
         return sum(part.requests_running for part in self.parts)
 
     @property
     def requests_waiting(self) -> int:
-        """Return the number of waiting requests of all parts."""
+        """Return the total number of waiting requests in all parts."""
         return sum(part.requests_waiting for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerSnapshot:
-    """Sums over all loaded models of a process, including embedders and rerankers."""
+    """Totals for all models loaded in a process, including embedders and rerankers."""
 
     phase: Phase  # phase of the busiest model; "stopped" if a thread of any model has died
     models: int  # number of loaded models
@@ -164,7 +164,10 @@ class ManagerSnapshot:
 
     @classmethod
     def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:
-        """Return the sums over all parts of these models. A figure that a part does not count is 0 for that part."""
+        """Return the totals for all parts of these models.
+
+        A figure that a part doesn't count is treated as 0 for that part.
+        """
         parts = [part for model in models for part in model.parts]
         names = [field.name for field in fields(cls) if field.name not in ("phase", "models")]
         sums: dict[str, Any] = {name: sum(getattr(part, name, 0) for part in parts) for name in names}
@@ -172,6 +175,6 @@ class ManagerSnapshot:
 
 
 def busiest(phases: Sequence[Phase]) -> Phase:
-    """Return the phase of the busiest of several engines, or "stopped" if any of them has stopped."""
+    """Return the phase of the busiest engine, or "stopped" if any engine has stopped."""
     order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
     return next((phase for phase in order if phase in phases), "idle")

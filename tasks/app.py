@@ -1,4 +1,4 @@
-"""cellama's Celery app. It reads the settings when they are first needed, not when this module is imported."""
+"""The Celery app of cellama. It reads the settings when they are first needed, not when this module is imported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RefusalAwareConnection(Connection):  # type: ignore[misc]
 
 
 class RefusalAwareAMQP(AMQP):  # type: ignore[misc]
-    """Celery's AMQP class, changed to create RefusalAwareConnections."""
+    """Celery's AMQP class, modified to create RefusalAwareConnections."""
 
     Connection = RefusalAwareConnection
 
@@ -63,7 +63,7 @@ class BoundedDispatcher(EventDispatcher):  # type: ignore[misc]
 
     Events that Redis does not accept are kept for the next connection. Celery retries a worker's heartbeat until Redis
     answers. If a heartbeat is due before the worker detects that its connection is lost, these retries would block the
-    event loop, and a worker that receives SIGTERM in that time would not stop.
+    event loop. A worker that receives SIGTERM during that time would not stop.
     """
 
     def send(self, type: str, *args: Any, retry: bool = False, retry_policy: Any = None, **fields: Any) -> None:
@@ -72,7 +72,7 @@ class BoundedDispatcher(EventDispatcher):  # type: ignore[misc]
 
 
 class BoundedEvents(Events):  # type: ignore[misc]
-    """Celery's Events class, changed to send events with BoundedDispatcher."""
+    """Celery's Events class, modified to send events with BoundedDispatcher."""
 
     dispatcher_cls = BoundedDispatcher
 
@@ -114,14 +114,17 @@ class CellamaApp(Celery):  # type: ignore[misc]
     server_check: ServerCheck
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
-        """Return a connection as Celery does. A purge over it also cancels the jobs whose messages it removes."""
+        """Return a connection as Celery does.
+
+        A purge over this connection also cancels the jobs whose messages it removes.
+        """
         from cellama.tasks.broker.control import purge_queue, purging_with
 
         return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
 
 def make_app(redis_url: str | None = None) -> CellamaApp:
-    """Return an app whose jobs go to this Redis (default: `redis_url`). Celery's current app stays the same."""
+    """Return an app that sends its jobs to this Redis (default: `redis_url`). Celery's current app doesn't change."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
     new.templates = Templates()
@@ -133,7 +136,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Exit with Exit.CONFIG if a worker starts and the installed libraries lack a part that it needs."""
+    """Exit a starting worker with Exit.CONFIG if the installed libraries lack a part that it needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
@@ -208,7 +211,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
 def _exchanges(prefix: str) -> dict[str, str]:
     """Return the names of Celery's exchanges for remote control and events.
 
-    With the default key prefix, these are Celery's own names, so Flower and producers with plain Celery need no
+    With the default key prefix, these are Celery's own names, so Flower and producers with plain Celery don't need any
     configuration.
     """
     return {} if prefix == DEFAULT_KEY_PREFIX else {"control_exchange": prefix, "event_exchange": f"{prefix}.events"}
@@ -245,8 +248,8 @@ def concurrency(settings: Settings) -> int:
 def num_jobs_of(model: ModelSettings, slots: int | None = None, capabilities: Collection[str] = ()) -> int:
     """Return how many jobs of a model can be in progress: one per slot, or EMBEDDING_JOBS if it does not generate.
 
-    `slots` and `capabilities` describe the loaded model. By default, they are taken from the settings. A model for
-    which the settings list no capabilities counts as a generating model.
+    `slots` and `capabilities` describe the loaded model. By default, they are taken from the settings. A model without
+    capabilities in the settings counts as a generating model.
     """
     if not {"generate", "chat"} & set(capabilities or model.capabilities or ("generate",)):
         return EMBEDDING_JOBS

@@ -94,7 +94,7 @@ class JobTask(Task):  # type: ignore[misc]
 
     @property
     def resultrepr_maxsize(self) -> int:
-        """Maximum length of a result in Flower and in the logs, in characters."""
+        """Return the maximum length of a result in Flower and in the logs, in characters."""
         return 1024 if get_settings().show_prompts else 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Result:
@@ -131,7 +131,10 @@ class JobTask(Task):  # type: ignore[misc]
 
     @property
     def _ledger(self) -> Ledger:
-        """The ledger for submissions. Parts of bulk runs are not rejected, nor steps of a canvas that workers queue."""
+        """Return the ledger for submissions.
+
+        It never rejects chunks of bulk runs, or canvas steps that workers queue.
+        """
         return Ledger(self.backend.client, rejects=self.app.runtime is None and self.name != TASK_CHUNK)
 
     def _queue(self, job: Checked) -> AsyncResult:
@@ -168,7 +171,7 @@ class JobTask(Task):  # type: ignore[misc]
         return made
 
     def map(self, it: Iterable[Any]) -> group:
-        """Return a group with one job per argument. Celery's own `map` calls the task for all of them in one job."""
+        """Return a group with one job per argument. Celery's own `map` calls the task for all arguments in one job."""
         return group(self.s(argument) for argument in it)
 
     def starmap(self, it: Iterable[Sequence[Any]]) -> group:
@@ -186,8 +189,8 @@ class JobTask(Task):  # type: ignore[misc]
     ) -> list[str]:
         """Check many calls (args, kwargs), then queue them, and return the ids of their jobs in this order.
 
-        `keys` has one idempotency key per call, so that `apply_many` can be repeated. Raises the errors of `check_many`
-        and `queue_many`.
+        `keys` contains one idempotency key per call, so that `apply_many` can be repeated. Raises the errors of
+        `check_many` and `queue_many`.
         """
         return self.queue_many(self.check_many(calls, keys, fairness_key))
 
@@ -204,7 +207,7 @@ class JobTask(Task):  # type: ignore[misc]
         refuse_eager(self.app)
         calls = list(calls)
         if keys is not None and len(keys) != len(calls):
-            raise InvalidJob(f"keys: {len(keys)} given for {len(calls)} jobs; give one key for each job")
+            raise InvalidJob(f"keys: the list has {len(keys)} entries for {len(calls)} jobs; pass one key for each job")
         jobs: list[Checked] = []
         problems: dict[str, list[int]] = {}
         for index, (args, kwargs) in enumerate(calls):
@@ -318,8 +321,8 @@ class JobTask(Task):  # type: ignore[misc]
     def _payload_in_worker(self, args: Any, kwargs: Any) -> Any:
         """Return the payload of the job that runs here.
 
-        If the call sets no priority, the priority of the message applies. If it sets no timeout, the default timeout of
-        the settings applies.
+        If the call sets no priority, the priority of the message applies. If the call sets no timeout, the default
+        timeout from the settings applies.
         """
         job = self.parse(args, kwargs)
         priority = job.priority if "priority" in kwargs else self.request.delivery_info.get("priority")
@@ -380,7 +383,10 @@ share_tasks(app, JobTask)
 
 @functools.cache
 def app_at(redis_url: str) -> CellamaApp:
-    """Return an app with its own tasks, whose jobs go to this Redis. Raises ValueError if the URL is not valid."""
+    """Return an app with its own tasks, which sends its jobs to this Redis.
+
+    Raises ValueError if the URL is not valid.
+    """
     try:
         parse_redis_url(redis_url)
     except ValueError as error:

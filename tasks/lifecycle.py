@@ -1,4 +1,4 @@
-"""Start and stop a worker process: load models before the first job, and unload them after the last one.
+"""Start and stop a worker process: load models before the first job, and unload them after the last job.
 
 Only workers import this module. Celery finds these steps by their names in app.py.
 """

@@ -1,6 +1,6 @@
 """Extension points of a worker: hooks around attempts, requests, steps and models (docs/how-to/middleware.md).
 
-cellama's own middlewares are metrics, traces, telemetry, service times and the signing of reasoning (`tasks/worker/`).
+The built-in middlewares are metrics, traces, telemetry, service times and the signing of reasoning (`tasks/worker/`).
 The setting `middleware` names other middlewares by import path. Only workers use this module.
 """
 
@@ -39,7 +39,7 @@ AttemptEnd = Literal["success", "failure", "revoked", "handed_back", "superseded
 
 @dataclass(slots=True)
 class AttemptContext:
-    """One attempt at a job. All hooks of the attempt get the same object."""
+    """One attempt at a job. All hooks of the attempt receive the same object."""
 
     record: Attempt  # the attempt in the ledger, with `job_id`, `run_id`, `number` and more
     task: str  # name, such as "cellama.generate"
@@ -54,7 +54,7 @@ class AttemptContext:
     # Functions that sign reasoning, by line of a bulk run. Other jobs have one function with the key "".
     sign: dict[str, Callable[[str], str]] = field(default_factory=dict)
     has_token: bool = False
-    data: dict[str, Any] = field(default_factory=dict)  # data that one hook stores for a later one
+    data: dict[str, Any] = field(default_factory=dict)  # data that one hook stores for a later hook
     end: AttemptEnd | None = None  # this field and the next two are set for `after_attempt`
     result: Mapping[str, Any] | None = None  # set if the attempt succeeds
     error: BaseException | None = None
@@ -68,7 +68,7 @@ class AttemptContext:
 
     @property
     def number(self) -> int:
-        """The number of the attempt, which is 1 for the first attempt at the job."""
+        """Return the number of the attempt, which is 1 for the job's first attempt."""
         return self.record.number
 
 
@@ -157,7 +157,7 @@ class Middlewares:
         return bool(self._overriding[hook.__name__])
 
     def call(self, hook: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call this hook of all middlewares that override it. Exceptions are logged, not raised."""
+        """Call this hook on all middlewares that override it. Exceptions are logged, not raised."""
         for each in self._overriding[hook.__name__]:
             try:
                 getattr(each, hook.__name__)(*args, **kwargs)
@@ -198,7 +198,7 @@ class Middlewares:
 def end_of(error: BaseException | None, interruption: Interruption | None) -> AttemptEnd:
     """Return how an attempt ended, based on the error that Celery receives and the reason for an interruption.
 
-    Ignore means that the end has already been reported to Celery, or that another attempt has the job.
+    Ignore means that the end has already been reported to Celery, or that another attempt has taken over the job.
     """
     if error is None:
         return "success"

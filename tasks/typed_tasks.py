@@ -1,4 +1,4 @@
-"""The tasks as type checkers see them: the parameters of a call, and the result of its job.
+"""The tasks for type checkers: the parameters of a call, and the result of its job.
 
 .ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
 """
@@ -32,7 +32,7 @@ from .jobs import TASKS
 
 
 class BaseParams(TypedDict, total=False):
-    """Parameters of a job of any kind."""
+    """Parameters of any kind of job."""
 
     priority: int
     timeout: float | None
@@ -105,7 +105,7 @@ class ConversationParams(BaseParams, total=False):
 
 
 class RepliedParams(ConversationParams, total=False):
-    """Parameters of a conversation whose last message is followed or continued by a reply."""
+    """Parameters of a conversation in which a reply follows or continues the last message."""
 
     add_generation_prompt: bool
     continue_final_message: bool | None
@@ -149,7 +149,7 @@ class EmbedCall(EmbedParams, total=False):
 
 
 class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
-    """One vector per text, of unit length unless `normalize` is false. A text can be given as token ids."""
+    """One vector per text, of unit length unless `normalize` is false. A text can be passed as token ids."""
 
     def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
 
@@ -169,7 +169,7 @@ class GenerateCall(GenerateParams, total=False):
 
 
 class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """Text that continues a prompt, which is a text or a list of token ids, or that fills the gap before a suffix."""
+    """Text that continues a prompt, or fills the gap before a suffix. The prompt is a text or a list of token ids."""
 
     def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
 
@@ -188,7 +188,7 @@ class PrefillCall(PrefillParams, total=False):
 
 
 class PrefillTask(TypedTask[PrefillCall | PrefillParams, PrefillResult], Protocol):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages or system message of a chat."""
+    """A prompt, or a chat's messages or system message, prefilled into the cache as the prefix of later jobs."""
 
     def delay(
         self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]
@@ -211,7 +211,7 @@ class RerankCall(RerankParams, total=False):
 
 
 class RerankTask(TypedTask[RerankCall | RerankParams, RerankResult], Protocol):
-    """Indices and scores of documents, the best answer to a query first."""
+    """Indices and scores of documents, sorted by how well they answer a query, best first."""
 
     def delay(
         self, model: str, query: str, documents: Texts, **params: Unpack[RerankParams]
@@ -251,7 +251,7 @@ class DetokenizeCall(DetokenizeParams, total=False):
 
 
 class DetokenizeTask(TypedTask[DetokenizeCall | DetokenizeParams, DetokenizeResult], Protocol):
-    """The text of token ids."""
+    """The text of a list of token ids."""
 
     def delay(
         self, model: str, tokens: list[int], **params: Unpack[DetokenizeParams]

@@ -1,4 +1,4 @@
 """Convert Anthropic's request bodies into job parameters, and results and events into messages, without HTTP.
 
-This package may use `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
+This package may import `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
 """

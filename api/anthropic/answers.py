@@ -1,4 +1,4 @@
-"""Convert results into Anthropic's messages, and errors into its error format."""
+"""Convert results into Anthropic's messages, and errors into Anthropic's error format."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def error_object(status: int, message: str, request_id: str, code: str | None = 
 def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, Any]:
     """Return the token counts. Unlike in OpenAI's format, `input_tokens` excludes cached tokens.
 
-    All tokens are cached automatically and at no cost, so no tokens count as written.
+    All tokens are cached automatically and at no cost, so no tokens are reported as written to the cache.
     """
     cached = usage["cached_tokens"]
     return {
@@ -97,7 +97,7 @@ def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, An
 
 
 def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return the stop reason for a result or a `done` event. An answer that timed out is reported as cut off."""
+    """Return the stop reason for a result or a `done` event. A timed-out answer is reported as cut off."""
     reason, sequence = end["finish_reason"], end.get("stop_sequence")
     if reason == "stop":
         if end.get("tool_calls"):
@@ -108,7 +108,7 @@ def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
 
 
 def empty_message(message_id: str, model: str, usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without content."""
+    """Return a message with empty content."""
     return {
         "id": message_id,
         "type": "message",
@@ -147,7 +147,7 @@ def message_of(
 
 
 def thinking_block(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
-    """Return a reasoning block. If its text is hidden, the signature is also hidden, because it would not match."""
+    """Return a reasoning block. If the text is hidden, the signature is also hidden because it would not match."""
     return {"type": "thinking", "thinking": text if is_shown else "", "signature": signature if is_shown else ""}
 
 
@@ -165,7 +165,7 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Partial arguments are completed as in Anthropic's SDK.
+    """Return a call's arguments as an object. Partial arguments are completed as in Anthropic's SDK.
 
     Arguments that can't be sent as JSON (1e999, half of a surrogate pair) are returned as text.
     """

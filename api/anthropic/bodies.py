@@ -27,7 +27,7 @@ _ANTHROPIC_NAMES = {  # parameter of the job → Anthropic's name
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """The parameters of a chat that were read from a body. `params` excludes the model and the messages."""
+    """The chat parameters parsed from a body. `params` excludes the model and the messages."""
 
     messages: list[dict[str, Any]]
     params: dict[str, Any]
@@ -68,7 +68,7 @@ def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
 
 
 def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return Anthropic's names of a job's parameters, except parameters that the body gives under the job's name."""
+    """Return Anthropic's names for job parameters, except parameters that the body specifies under the job's name."""
     names = {name: anthropic_name for name, anthropic_name in _ANTHROPIC_NAMES.items() if name not in body}
     return names | names_of_other_servers(PARAMETERS, body)
 
@@ -110,7 +110,7 @@ def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 def _thinks(thinking: Any) -> bool:
     """Return whether the model should reason.
 
-    By default it does not, because Anthropic's clients read the text of the first block.
+    By default, it does not, because Anthropic clients read the text from the first block.
     """
     if thinking is None:
         return False
@@ -137,7 +137,7 @@ def _budget(thinking: Mapping[str, Any], max_tokens: int) -> int:
 def _config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     config = given.get("output_config", {})
     if not isinstance(config, dict) or config.keys() - {"effort", "format"}:
-        raise InvalidJob(f"output_config is {shorten(config)}; it may only have effort and format")
+        raise InvalidJob(f"output_config is {shorten(config)}; it may only contain effort and format")
     return config
 
 
@@ -163,7 +163,7 @@ _ONLY_DIRECT = ["direct"]
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]]:
-    """Convert Anthropic's tools into tools of type function."""
+    """Convert Anthropic's tools into tools of type `function`."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {shorten(tools)}; it must be a list")
     return [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]
@@ -194,7 +194,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def choice_of(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the `tool_choice` and `parallel_tool_calls` of the job."""
+    """Return the job's `tool_choice` and `parallel_tool_calls`."""
     if not isinstance(choice, dict):
         raise InvalidJob(f"tool_choice is {shorten(choice)}; it must be an object with a type")
     kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")

@@ -1,6 +1,6 @@
 """Convert Anthropic's system prompt and turns into job messages. Functions raise InvalidJob.
 
-Equal turns always become equal messages, so a reasoning signature is still valid when a client sends it back.
+Identical turns always become identical messages, so a reasoning signature is still valid when a client sends it back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def messages_of(system: Any, turns: Any) -> list[dict[str, Any]]:
 
 
 def _system_of(system: Any) -> str:
-    """Return the system prompt without the billing line, which would prevent requests from sharing a prefix."""
+    """Return the system prompt without the billing line, which would keep requests from sharing a prefix."""
     if system is None:
         return ""
     texts = [_text(block, f"system.{index}") for index, block in enumerate(_blocks(system, "system"))]
@@ -72,7 +72,7 @@ def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _user(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return one message per tool result, and the text between tool results as user messages."""
+    """Return one message per tool result, and user messages for the text between tool results."""
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if block.get("type") == "tool_result":
@@ -105,7 +105,7 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return a single message, because chat templates have only one place each for reasoning, text and calls."""
+    """Return a single message, because a chat template has only one position each for reasoning, text and calls."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     reasoning: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Convert the views of models into Anthropic's objects, and into pages of a list."""
+"""Convert model views into Anthropic's model objects and into list pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 
 def model_info(view: ModelView) -> dict[str, Any]:
-    """Return a model. Models have no names except their ids, and the time is when the model was loaded."""
+    """Return a model object.
+
+    The display name is the model's id, and the creation time is the time at which it was loaded.
+    """
     loaded_at = datetime.fromtimestamp(int(view.get("ready_at") or 0), UTC)
     ctx_per_slot = view.get("ctx_per_slot")
     max_tokens = ctx_per_slot - 1 if ctx_per_slot else None  # the prompt and the answer have at least one token each
@@ -32,7 +35,7 @@ def model_info(view: ModelView) -> dict[str, Any]:
 def page_of(
     models: Sequence[Mapping[str, Any]], limit: int, after_id: str | None = None, before_id: str | None = None
 ) -> dict[str, Any]:
-    """Return up to `limit` models after the model `after_id`, or before the model `before_id`.
+    """Return up to `limit` models after the model `after_id` or before the model `before_id`.
 
     Raises ValueError if no model has this id.
     """

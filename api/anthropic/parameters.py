@@ -1,7 +1,6 @@
 """Define how each of Anthropic's parameters is handled. The documentation is generated from this table.
 
-A parameter that is not in the table must be a job parameter (docs/reference/parameters.md). Otherwise it is
-rejected.
+A parameter that is not in the table must be a job parameter (docs/reference/parameters.md). Otherwise, it is rejected.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ PARAMETERS: Mapping[str, ParameterRule] = {
     "output_format": ParameterRule("rejected", "it was renamed; use `output_config.format`"),
     "service_tier": ParameterRule(
         "mapped",
-        "`auto` selects the tier of the key, and `standard_only` selects at most `default`. OpenAI's `flex`, `default` "
+        "`auto` selects the key's tier, and `standard_only` selects `default` or lower. OpenAI's `flex`, `default` "
         "and `priority` also work. The usage reports `batch`, `standard` or `priority`",
     ),
     "cache_control": ParameterRule("ignored", "all prefixes are cached automatically, including blocks and tools"),
-    "metadata": ParameterRule("ignored", "the tenant identifies the user, except with `gateway_user_shares`"),
-    "user_profile_id": ParameterRule("ignored", "the tenant of the API key identifies the user"),
-    "workspace_id": ParameterRule("ignored", "the tenant of the API key identifies the user"),
+    "metadata": ParameterRule("ignored", "users are identified by tenant unless `gateway_user_shares` is set"),
+    "user_profile_id": ParameterRule("ignored", "users are identified by the API key's tenant"),
+    "workspace_id": ParameterRule("ignored", "users are identified by the API key's tenant"),
     "inference_geo": ParameterRule("rejected", "requests run on your own workers", "", ("global",)),
     "speed": ParameterRule("rejected", "there is only one speed", "", ("standard",)),
     "diagnostics": ParameterRule("rejected", "diagnostics are not available; use `cellama status`"),

@@ -1,4 +1,4 @@
-"""The shapes of Anthropic's requests and responses, as the gateway accepts and returns them."""
+"""The shapes of Anthropic's requests and responses, as accepted and returned by the gateway."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ StopReason = Literal["end_turn", "stop_sequence", "tool_use", "max_tokens", "mod
 
 
 class TextBlock(TypedDict):
-    """A text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
 
 
 class SentToolUse(TypedDict):
-    """A tool call from the model that the client sends back."""
+    """A tool call by the model that the client sends back."""
 
     type: Literal["tool_use"]
     id: str
@@ -32,7 +32,7 @@ class SentToolUse(TypedDict):
 
 
 class SentToolResult(TypedDict):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -49,7 +49,7 @@ class SentThinking(TypedDict):
 
 
 class UserTurn(TypedDict):
-    """A user turn, or instructions."""
+    """A user message or a message with instructions."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -85,7 +85,10 @@ class AnthropicToolChoice(TypedDict):
 
 
 class Thinking(TypedDict):
-    """Whether the model reasons. Type `enabled` requires `budget_tokens`, which must be below `max_tokens`."""
+    """The setting that determines whether the model reasons.
+
+    Type `enabled` requires `budget_tokens` below `max_tokens`.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: NotRequired[int]
@@ -100,7 +103,7 @@ class OutputSchema(TypedDict):
 
 
 class OutputConfig(TypedDict, total=False):
-    """The effort for the chat template, and the format of the text."""
+    """The reasoning effort for the chat template, and the text format."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -124,7 +127,7 @@ class MessageParameters(OtherServersParameters, total=False):
 
 
 class ToolUseBlock(TypedDict):
-    """A tool call from the model."""
+    """A tool call by the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -150,7 +153,7 @@ class ThinkingTokens(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Token counts. `input_tokens` excludes cached tokens."""
+    """The token counts of a message. `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -206,14 +209,14 @@ class InputTokens(TypedDict):
 
 
 class AnthropicErrorDetails(TypedDict):
-    """The features that the gateway doesn't support."""
+    """The features in the request that the gateway doesn't support."""
 
     error_code: str
     unsupported: list[str]
 
 
 class AnthropicErrorObject(TypedDict):
-    """The kind of an error, and its message, which names the value and the remedy."""
+    """An error's type, and its message, which describes the problem and the remedy."""
 
     type: str
     message: str
@@ -221,7 +224,7 @@ class AnthropicErrorObject(TypedDict):
 
 
 class AnthropicError(TypedDict):
-    """The body of an error."""
+    """The body of an error response."""
 
     type: Literal["error"]
     error: AnthropicErrorObject
@@ -232,20 +235,20 @@ class AnthropicError(TypedDict):
 
 
 class MessagePing(TypedDict):
-    """No token has arrived for a while."""
+    """The event that keeps the stream open when no token has arrived for a while."""
 
     type: Literal["ping"]
 
 
 class MessageStart(TypedDict):
-    """The message has started."""
+    """The event that starts the message."""
 
     type: Literal["message_start"]
     message: AnthropicMessage
 
 
 class BlockStart(TypedDict):
-    """A block has started."""
+    """The event that starts a block."""
 
     type: Literal["content_block_start"]
     index: int
@@ -253,14 +256,14 @@ class BlockStart(TypedDict):
 
 
 class TextDelta(TypedDict):
-    """Text of a block."""
+    """A piece of a block's text."""
 
     type: Literal["text_delta"]
     text: str
 
 
 class ThinkingDelta(TypedDict):
-    """Reasoning of a block."""
+    """A piece of a block's reasoning."""
 
     type: Literal["thinking_delta"]
     thinking: str
@@ -274,14 +277,14 @@ class SignatureDelta(TypedDict):
 
 
 class InputJsonDelta(TypedDict):
-    """JSON text from a call's input."""
+    """A piece of JSON text from a call's input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
 
 
 class BlockDelta(TypedDict):
-    """A part of a block."""
+    """The event that adds a piece to a block."""
 
     type: Literal["content_block_delta"]
     index: int
@@ -289,21 +292,21 @@ class BlockDelta(TypedDict):
 
 
 class BlockStop(TypedDict):
-    """A block is complete."""
+    """The event that ends a block."""
 
     type: Literal["content_block_stop"]
     index: int
 
 
 class MessageEnd(TypedDict):
-    """The reason why the message has ended."""
+    """The reason why the message ended."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
 
 
 class MessageDelta(TypedDict):
-    """The end of the message, and its usage."""
+    """The event with the message's stop reason and usage."""
 
     type: Literal["message_delta"]
     delta: MessageEnd
@@ -312,7 +315,7 @@ class MessageDelta(TypedDict):
 
 
 class MessageStop(TypedDict):
-    """The stream is complete."""
+    """The event that ends the stream."""
 
     type: Literal["message_stop"]
 

@@ -1,8 +1,7 @@
 """Convert a job's events into the events of Anthropic's streams.
 
-A stream consists of `message_start`, the blocks one after another (`content_block_start`, `_delta`, `_stop`),
-`message_delta` with the usage, and `message_stop`. Reasoning comes before the text, and tool calls usually follow the
-text.
+A stream consists of `message_start`, the consecutive blocks (`content_block_start`, `_delta`, `_stop`), `message_delta`
+with the usage, and `message_stop`. Reasoning precedes the text, and tool calls usually follow the text.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _REASONING = ("reasoning", "reasoning_end")
 
 @dataclass
 class MessageStream:
-    """Converts the events of a job into the stream of one message, and keeps the state of the stream between events."""
+    """Converts a job's events into the stream of one message, and keeps the stream's state between events."""
 
     message_id: str
     model: str
@@ -37,7 +36,7 @@ class MessageStream:
     _calls: CallProgress = field(default_factory=CallProgress)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Process an event of the job, and return the events of the stream that it produces."""
+        """Process a job event, and return the stream events that it produces."""
         kind = event["type"]
         if kind == "started":
             self.model = event["model"]
@@ -56,7 +55,7 @@ class MessageStream:
         return events
 
     def _start(self, prompt_tokens: int = 0) -> None:
-        """Start the message unless it has started. The number of cached tokens is only known at the end."""
+        """Start the message unless it has already started. The number of cached tokens is known only at the end."""
         if self._has_started:
             return
         self._has_started = True

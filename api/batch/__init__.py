@@ -1,1 +1,1 @@
-"""Bulk runs: each line of a file becomes a job, and its result becomes a line of the output."""
+"""Bulk runs, in which each line of a file becomes a job, and each job's result becomes a line of the output."""

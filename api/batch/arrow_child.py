@@ -1,8 +1,9 @@
-"""Read and write Parquet and Arrow files in a process of its own, so that the command doesn't keep pyarrow in memory.
+"""Read and write Parquet and Arrow files in a separate process, so that the command doesn't keep pyarrow in memory.
 
 `arrow_process` starts this file by its path: `arrow_child.py read|write OPTIONS`, with the options as JSON. The process
-imports nothing of cellama. It exchanges JSON lines through stdin and stdout: `read` prints the column names, followed
-by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with `error`.
+doesn't import any cellama module. It exchanges JSON lines through stdin and stdout. `read` prints the column names,
+followed by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with the
+member `error`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def batches_of(source: dict[str, Any]) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:
-    """Open a file or URL. Return its schema, and its rows in batches."""
+    """Open a file or URL. Return its schema and an iterator over its rows in batches."""
     path = source["path"]
     if "://" in path:
         import fsspec
@@ -80,7 +81,7 @@ def read(source: dict[str, Any], out: BinaryIO) -> None:
 
 
 class Inference:
-    """Finds a type for each column of rows that JSON lines contain."""
+    """Infers a type for each column from rows in JSON lines."""
 
     def __init__(self, fixed: dict[str, pyarrow.DataType]) -> None:
         self._fixed = fixed
@@ -103,7 +104,7 @@ class Inference:
                 self._texts.add(name)
 
     def schema(self, embedding: str, last: list[str]) -> pyarrow.Schema:
-        """Return the schema, with the columns `last` at the end even if no row has them."""
+        """Return the schema. The columns in `last` come last and are included even if no row has them."""
         names = [*(name for name in self.names if name not in last), *last]
         return pyarrow.schema([(name, self._type(name, embedding)) for name in names])
 
@@ -120,7 +121,7 @@ class Inference:
 
 
 def vector_of(value: Any) -> list[float]:
-    """Return an embedding, which may be base64 of 32-bit floats."""
+    """Return an embedding as a list, decoding base64 strings of 32-bit floats."""
     if isinstance(value, str):
         numbers = array("f")
         numbers.frombytes(base64.b64decode(value))
@@ -138,7 +139,10 @@ def column_of(rows: list[dict[str, Any]], field: pyarrow.Field, embedding: str) 
 
 
 def write(options: dict[str, Any], stdin: BinaryIO) -> None:
-    """Write the rows from stdin to a file. With an `input`, add its columns to the row with the same number."""
+    """Write the rows from stdin to a file.
+
+    With an `input`, add the columns of its rows to the rows with the same numbers.
+    """
     fixed = {name: pyarrow.type_for_alias(alias) for name, alias in options["types"].items()}
     embedding = options[EMBEDDING]
     inference = Inference(fixed)
@@ -164,7 +168,10 @@ def write(options: dict[str, Any], stdin: BinaryIO) -> None:
 
 
 def without_dictionaries(schema: pyarrow.Schema) -> pyarrow.Schema:
-    """Return the schema with plain columns, because an Arrow file has only one dictionary per column."""
+    """Return the schema with plain columns instead of dictionaries.
+
+    An Arrow file allows only one dictionary per column.
+    """
     fields = [
         field.with_type(field.type.value_type) if pyarrow.types.is_dictionary(field.type) else field for field in schema
     ]
@@ -178,7 +185,7 @@ def merged(
     added: pyarrow.Schema,
     embedding: str,
 ) -> Iterator[pyarrow.Table]:
-    """Yield the rows of the input that have a result, with the result."""
+    """Yield the input rows that have results, together with their results."""
     start, waiting = 1, next(rows, None)
     for batch in batches:
         found = []

@@ -1,4 +1,4 @@
-"""Read and write Parquet and Arrow files through `arrow_child`, a short process that has pyarrow in memory."""
+"""Read and write Parquet and Arrow files through `arrow_child`, a short-lived process that loads pyarrow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_pyarrow() -> None:
 
 
 def rows_of_arrow(source: Source, format_: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet or Arrow file with values that JSON supports. Raises InvalidJob."""
+    """Yield a Parquet or Arrow file's rows, with values that JSON supports. Raises InvalidJob."""
     check_pyarrow()
     number = 0
     with _child("read", {"path": str(source), "format": format_}, stdout=subprocess.PIPE) as child:

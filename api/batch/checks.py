@@ -1,4 +1,4 @@
-"""Check the files of a run before it starts: the input must be text, and the output must have a suitable name."""
+"""Check a run's files before the run starts. The input must be text, and the output must have a suitable name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_files(options: BatchOptions) -> OutputKind:
         zstd_module()
     if isinstance(source, Path) and format_ not in (*COLUMNAR, "directory"):
         if source.is_dir():
-            raise InvalidJob(f"{str(source)!r} is a directory; name a file, or use --format directory")
+            raise InvalidJob(f"{str(source)!r} is a directory; choose a file, or use --format directory")
         _check_head(name_of(source), _head(source))
     return kind
 
@@ -65,14 +65,14 @@ def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
     if options.template is not None:
         RowTemplate(options.template)
         if options.column is not None:
-            raise InvalidJob("--column and --template exclude each other; insert the column into the template")
+            raise InvalidJob("--column and --template can't be combined; insert the column into the template")
     if options.limit is not None and options.sample is not None:
-        raise InvalidJob("--limit and --sample exclude each other; leave one of them out")
+        raise InvalidJob("--limit and --sample can't be combined; leave one of them out")
     for name, count in (("limit", options.limit), ("sample", options.sample)):
         if count is not None and count < 1:
             raise InvalidJob(f"{name}: {count} is not a number of rows; it must be at least 1")
     if options.sample is not None and options.input == STANDARD:
-        raise InvalidJob("--sample: stdin can be read only once; name a file, or use --limit")
+        raise InvalidJob("--sample: stdin can be read only once; use a file, or --limit")
     if kind.is_table and options.params.get("n", 1) != 1:
         raise InvalidJob(
             f"n: {options.params['n']} results of a line don't fit into a row of {str(options.output)!r}; write them "
@@ -82,9 +82,9 @@ def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
 
 def _check_target(path: Path) -> OutputKind:
     if not path.parent.is_dir():
-        raise InvalidJob(f"directory {str(path.parent)!r} not found; create it, or name another file")
+        raise InvalidJob(f"directory {str(path.parent)!r} not found; create it, or choose another file")
     if path.exists() and not path.is_file():
-        raise InvalidJob(f"{str(path)!r} is not a file; name a file")
+        raise InvalidJob(f"{str(path)!r} is not a file; choose a file")
     return output_kind(path)
 
 

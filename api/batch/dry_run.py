@@ -1,4 +1,4 @@
-"""Estimate a run without starting it: its rows, tokens, time and disk space, and its first prompt."""
+"""Estimate a run's rows, tokens, time and disk space without starting it, and show its first prompt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RESULT_BYTES = 350  # of a result without its text, as JSON
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """An estimate of a run. Tokens, times and sizes are None if they are unknown."""
+    """An estimate of a run. Unknown tokens, times and sizes are None."""
 
     num_rows: int
     num_invalid: int
@@ -57,7 +57,7 @@ class DryRun:
 def dry_run(redis: Redis, app: CellamaApp, options: BatchOptions, on_read: OnRead = lambda count: None) -> DryRun:
     """Read and check the whole input, and estimate the run. Raises the same errors as a run.
 
-    The input is read into a temporary work file. Nothing is written next to the output, and no line is run.
+    The input is read into a temporary work file. No files are written next to the output, and no lines are run.
     """
     check_model(redis, options.model)
     check_files(options)
@@ -103,7 +103,7 @@ def _estimate(redis: Redis, app: CellamaApp, work: WorkFile, invalid: list[dict[
 
 
 def _prompt_of(line: StoredLine) -> str:
-    """Return the text that the model receives, without its chat template's control tokens."""
+    """Return the text that the model receives, without the chat template's control tokens."""
     if line.kind == "chat":
         system = line.params.get("system")
         turns = [*([{"role": "system", "content": system}] if system else []), *line.params["messages"]]
@@ -115,7 +115,7 @@ def _prompt_of(line: StoredLine) -> str:
 
 
 def _measured(app: CellamaApp, lines: Iterable[StoredLine]) -> int | None:
-    """Return the number of tokens in the prompts of these lines, or None if no worker answers."""
+    """Return the number of tokens in these lines' prompts, or None if no worker answers."""
     known = TemplateJob.model_fields.keys() - {"messages", "model", "priority"}
     try:
         jobs = []
@@ -140,7 +140,7 @@ def _max_completion(line: StoredLine) -> int:
 
 
 def _models(redis: Redis, names: Iterable[str]) -> list[Any]:
-    """Return the workers' reports about these models, one report per worker."""
+    """Return each worker's report about these models."""
     wanted = set(names)
     found = []
     for worker in live_workers(redis):
@@ -155,7 +155,7 @@ def _dimensions(redis: Redis, lines: Iterable[StoredLine]) -> int:
 
 
 def _seconds(redis: Redis, names: set[str], prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Return how long all workers together will need for these tokens, or None if no rate has been measured yet."""
+    """Return the time that all workers together need for these tokens, or None if no rate has been measured yet."""
     prompts = completions = 0.0
     for model in _models(redis, names):
         for state in (model.get("engine"), model.get("embedder")):

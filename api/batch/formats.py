@@ -1,4 +1,4 @@
-"""Recognise a file's format and compression by its name."""
+"""Recognise a file's format and compression from its name."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _NOT_WRITTEN = (
 
 
 def is_url(name: Path | str) -> bool:
-    """Return whether a name is a URL, which fsspec opens, and not a path."""
+    """Return whether a name is a URL, which fsspec opens, instead of a path."""
     return isinstance(name, str) and "://" in name
 
 
 def _suffixes(name: Path | str) -> tuple[str, Compression]:
-    """Return a name's suffix without its compression, and the compression."""
+    """Return a name's suffix without the compression suffix, and the compression."""
     path = PurePosixPath(urlsplit(name).path) if isinstance(name, str) else name
     compression = _COMPRESSIONS.get(path.suffix.lower(), "")
     return (path.with_suffix("") if compression else path).suffix.lower(), compression
 
 
 def format_of(name: Path | str | None, given: Format) -> Format:
-    """Return the given format of an input. For "auto", the file name determines the format (default: jsonl)."""
+    """Return an input's format. For "auto", the file name determines the format (default: jsonl)."""
     if given != "auto" or name is None:
         return "jsonl" if given == "auto" else given
     if isinstance(name, Path) and name.is_dir():
@@ -55,7 +55,7 @@ def format_of(name: Path | str | None, given: Format) -> Format:
 
 
 def compression_of(name: Path | str) -> Compression:
-    """Return a file's compression, based on its name."""
+    """Return a file's compression based on its name."""
     return _suffixes(name)[1]
 
 
@@ -73,12 +73,15 @@ class OutputKind:
 
     @property
     def is_table(self) -> bool:
-        """Return whether each result is a row with the columns of the input."""
+        """Return whether each result is a row that includes the input's columns."""
         return self.format != "jsonl"
 
 
 def output_kind(path: Path) -> OutputKind:
-    """Return an output's format, based on its name (default: JSON lines). Raises InvalidJob if it can't be written."""
+    """Return an output's format based on its name (default: JSON lines).
+
+    Raises InvalidJob if the format can't be written.
+    """
     suffix, compression = _suffixes(path)
     if suffix in _NOT_WRITTEN or path.suffix.lower() in _NOT_WRITTEN:
         raise InvalidJob(

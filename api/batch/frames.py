@@ -1,4 +1,4 @@
-"""Run rows that are in memory: a DataFrame of pandas or polars, an Arrow table, or dictionaries or texts."""
+"""Run rows in memory, which are a pandas or polars DataFrame, an Arrow table, or a list of dictionaries or texts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def run_rows(
 ) -> Any:
     """Run rows, and return them with their results in an object of the same kind.
 
-    Without `output`, the result is only in memory, and the run can't be resumed. Warns if rows have failed. Raises the
-    same errors as `run`.
+    Without `output`, the results exist only in memory, and the run can't be resumed. Issues a warning if rows have
+    failed. Raises the same errors as `run`.
     """
     library = _library_of(data)
     if output is not None and output_kind(Path(output)).format not in COLUMNAR:
@@ -46,7 +46,7 @@ def run_rows(
 
 
 def _library_of(data: Any) -> str:
-    """Return "pandas", "polars" or "pyarrow", or "" for other iterables. This imports none of them."""
+    """Return "pandas", "polars" or "pyarrow", or "" for other iterables, without importing any of these libraries."""
     name = type(data).__module__.partition(".")[0]
     if name in ("pandas", "polars", "pyarrow"):
         if type(data).__name__ not in ("DataFrame", "Table"):
@@ -72,7 +72,7 @@ def _write_table(table: Any, path: Path) -> None:
 
 
 def _write_rows(data: Iterable[Any], path: Path) -> bool:
-    """Write rows as JSON lines. Return whether they are texts."""
+    """Write rows as JSON lines. Return whether the rows are texts."""
     are_texts = False
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(data):
@@ -109,7 +109,7 @@ def _result_of(path: Path, library: str) -> Any:
 
 
 def _nothing(data: Any, library: str) -> Any:
-    """Return no rows, if no row has a result."""
+    """Return an empty result if no row has a result."""
     if not library:
         return []
     return data.slice(0, 0) if library == "pyarrow" else data.head(0)

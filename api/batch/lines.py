@@ -1,4 +1,4 @@
-"""Turn the lines and rows of an input into jobs, and check each one before it is sent."""
+"""Turn an input's lines and rows into jobs, and check each job before it is sent."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """How the columns of a row become a job.
+    """How a row's columns become a job.
 
-    The prompt is the filled `template`, or else the `column`, or else the only column besides the id. Without `id`, a
-    column in ID_COLUMNS is used if one exists. With `keeps_all`, results keep all columns, for tables.
+    The prompt is the filled `template`, the `column`, or the only column except the id, in this order. If `id` is not
+    set, a column in ID_COLUMNS is used if one exists. With `keeps_all`, results keep all columns, as needed for tables.
     """
 
     column: str | None = None
@@ -52,13 +52,13 @@ class RowMapping:
 
     @property
     def is_given(self) -> bool:
-        """Return whether JSON objects are rows, instead of job parameters."""
+        """Return whether JSON objects are rows instead of job parameters."""
         return self.column is not None or self.template is not None or self.as_kind is not None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A valid line. `params` are the parameters of its job, and line numbers start at 1."""
+    """A valid line. `params` contains its job's parameters, and line numbers start at 1."""
 
     number: int
     id: LineId
@@ -71,7 +71,7 @@ class BatchLine:
 
     @property
     def hash(self) -> str:
-        """Return a digest of everything that the line's result depends on."""
+        """Return a digest of all values that the line's result depends on."""
         parts = [self.kind, self.model, self.params, *([self.request] if self.request else [])]
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -80,7 +80,7 @@ class BatchLine:
     def is_repeatable(self) -> bool:
         """Return whether identical lines have the same result.
 
-        This holds for embeddings, rankings and single greedy completions.
+        This applies to embeddings, rankings and single greedy completions.
         """
         return self.kind in ("embed", "rerank") or (self._is_greedy and self.params.get("n", 1) == 1)
 
@@ -90,13 +90,13 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """Return a sort key. If the prompts of two lines share a prefix, so do their keys."""
+        """Return a sort key. If two lines' prompts share a prefix, their sort keys also share a prefix."""
         return _key_of(self.kind, self.params)[:MAX_KEY_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that can't become a job, and the reason."""
+    """A line that can't become a job, with the reason."""
 
     number: int
     id: LineId | None
@@ -108,7 +108,7 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The model and the parameters for lines that don't set them."""
+    """The default model and parameters for lines that don't set them."""
 
     model: str | None
     params: Mapping[str, Any]
@@ -128,9 +128,9 @@ def read_lines(
 ) -> Iterator[BatchLine | BadLine]:
     """Yield each line or row of an input. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    With `chosen`, only these lines are read, counted from 0. `check` is called with each JSON line's number and object
-    before the line is validated, and may raise an error. Raises InvalidJob if the input does not have this format, or
-    lacks a column.
+    With `chosen`, only the lines with these indexes, counted from 0, are read. `check` is called with each JSON line's
+    number and object before the line is validated, and may raise an error. Raises InvalidJob if the input does not have
+    this format or lacks a column.
     """
     if format_ == "jsonl" and mapping.id is not None and not mapping.is_given:
         raise InvalidJob(
@@ -167,10 +167,10 @@ def _within_limit(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadL
 
 
 class RowJobs:
-    """Turns rows into jobs. The columns are chosen from the first row's columns."""
+    """Turns rows into jobs. The columns are chosen based on the first row."""
 
     def __init__(self, mapping: RowMapping, names: list[str], format_: Format, defaults: Defaults) -> None:
-        """Choose the columns. Raises InvalidJob if one is missing."""
+        """Choose the columns. Raises InvalidJob if a column is missing."""
         self._defaults = defaults
         self._keeps_all = mapping.keeps_all
         self._template = mapping.template
@@ -200,7 +200,7 @@ class RowJobs:
         return prompt
 
     def line_of(self, row: InputRow) -> BatchLine | BadLine:
-        """Return the job of a row, or a BadLine with the reason why it can't become one."""
+        """Return a row's job, or a BadLine with the reason why the row can't become a job."""
         values = row.values
         line_id = f"{self._prefix}{row.number}" if self._id is None else _id(values.get(self._id))
         if self._keeps_all:
@@ -235,7 +235,7 @@ def _from_object(number: int, value: Mapping[str, Any], defaults: Defaults, mapp
 
 
 def _for_table(line: BatchLine | BadLine) -> BatchLine | BadLine:
-    """Return a BadLine if a line has more than one result, because a row of a table has only one."""
+    """Return a BadLine if a line has more than one result, because a table row can contain only one result."""
     if isinstance(line, BadLine):
         return line
     if line.kind == "rerank":
@@ -274,7 +274,7 @@ def _rerank_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body without its large members, which the job's parameters contain."""
+    """Return the body without large members that the job's parameters already contain."""
     return {name: value for name, value in body.items() if name not in ("input", "documents", "query")}
 
 
@@ -285,7 +285,7 @@ _READERS: Mapping[Any, Callable[[Mapping[str, Any]], dict[str, Any]]] = {  # URL
 
 
 def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
-    """Return the line if its job would be accepted, or else a BadLine with the reason."""
+    """Return the line if its job would be accepted, otherwise a BadLine with the reason."""
     if not _is_id(custom_id):
         return BadLine(number, None, f"id is {custom_id!r}; it must be a string or a whole number")
     found = [name for name in _KINDS if name in given]
@@ -334,7 +334,7 @@ def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredLine:
-    """A line as it is stored in the work file."""
+    """A line as stored in the work file."""
 
     number: int
     id: LineId
@@ -355,7 +355,7 @@ def _id(value: Any) -> str | int:
 
 
 def _other_separator(names: list[str]) -> str:
-    """Return the character, other than a comma, that seems to separate columns, or "" if there is none."""
+    """Return the character other than a comma that seems to separate columns, or "" if no such character is found."""
     return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), "")
 
 

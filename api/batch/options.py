@@ -21,10 +21,7 @@ MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have 
 
 @dataclass(slots=True)
 class Progress:
-    """A run's progress.
-
-    The counts include all commands of the run, but the rates include only the current command.
-    """
+    """A run's progress. The counts cover all commands of the run, but the rates cover only the current command."""
 
     total: int = 0
     finished: int = 0
@@ -63,12 +60,12 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Return how many tokens per second this command has generated."""
+        """Return the number of tokens per second that this command has generated."""
         return self.generated / max(MIN_ELAPSED_S, self.seconds)
 
     @property
     def line_rate(self) -> float:
-        """Return how many lines per second this command has processed."""
+        """Return the number of lines per second that this command has processed."""
         return self.ended / max(MIN_ELAPSED_S, self.seconds)
 
 
@@ -77,7 +74,7 @@ OutputForm = Literal["auto", "openai", "short"]
 
 
 class BatchParams(ChatParams, EmbedParams, total=False):
-    """Options of a run, and parameters for lines that don't set them."""
+    """The options of a run, and the parameters for lines that don't set them."""
 
     model: str | None
     ordered: bool
@@ -126,7 +123,7 @@ class BatchOptions:
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
-        """Return the options from the keyword arguments. The other arguments become `params`. Raises InvalidJob."""
+        """Return the options given as keyword arguments. All other arguments become `params`. Raises InvalidJob."""
         options = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
         for name, known in (
             ("format", get_args(Format)),

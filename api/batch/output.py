@@ -1,4 +1,4 @@
-"""Write the results and errors of lines. Each line is complete and on disk before the work file counts it."""
+"""Write the results and errors of lines. Each output line is completely on disk before the work file counts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _ESCAPED = {code: f"\\u{code:04x}" for code in (0x7F, *range(0x80, 0xA0))}  # `j
 
 
 def json_for_terminal(text: str) -> str:
-    """Return the JSON with all control characters in its strings escaped, because a terminal would interpret them."""
+    """Return the JSON with all control characters in its strings escaped.
+
+    A terminal would interpret these characters.
+    """
     return text.translate(_ESCAPED)
 
 
@@ -45,7 +48,10 @@ class LineFile:
         self.count = 0  # lines appended by this object
 
     def append(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines, and return when they are on disk. If an OSError is raised, the file contains none of them."""
+        """Append lines, and return when they are on disk.
+
+        If an OSError is raised, the file contains none of these lines.
+        """
         if not values:
             return
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
@@ -63,7 +69,7 @@ class LineFile:
             _write_all(self._echo, json_for_terminal(text).encode() if self._is_on_terminal else data)
 
     def lines(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the lines, starting at the byte `start`."""
+        """Yield the lines, starting at byte `start`."""
         with self.path.open("rb") as file:
             file.seek(start)
             for raw in file:
@@ -92,7 +98,10 @@ def _end_of_whole_lines(fd: int) -> int:
 
 
 def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
-    """Remove the lines whose ids make `drops` return True. After a crash, either all of them are removed or none."""
+    """Remove the lines for whose ids `drops` returns True.
+
+    After a crash, either all or none of these lines are removed.
+    """
     partial = path.with_name(path.name + ".part")
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
@@ -124,7 +133,7 @@ def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body(line: StoredLine, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body that the line's endpoint would answer with."""
+    """Return the response body that the line's endpoint would return."""
     body = line.request.get("body", {})
     if line.request.get("url") == RESPONSES:
         return response_of_line(_request_id(line), body, line.params, result)
@@ -147,12 +156,12 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the error file line for a line whose job failed."""
+    """Return the line in the error file for a line whose job failed."""
     return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_columns(line.columns)}
 
 
 def bad_line(form: str, bad: BadLine) -> dict[str, Any]:
-    """Return the error file line for a line that could not become a job."""
+    """Return the line in the error file for a line that could not become a job."""
     error = {"code": "invalid_request", "message": bad.message}
     return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_columns(bad.columns)}
 
@@ -178,7 +187,7 @@ OutcomeList = list[tuple[StoredLine, dict[str, Any]]]  # lines with their result
 
 
 class Outcomes:
-    """Writes and counts the outcome of each line exactly once. Only one thread uses it."""
+    """Writes and counts each line's outcome exactly once. Only one thread uses an instance."""
 
     def __init__(
         self,
@@ -190,10 +199,10 @@ class Outcomes:
         ordered: bool = False,
         drops_columns: bool = False,
     ) -> None:
-        """Write results as they arrive, or in the order of the input if `ordered` is true.
+        """Write results as they arrive, or in input order if `ordered` is true.
 
-        Without an output, results stay in the work file. With `drops_columns`, they don't repeat the columns of the
-        input.
+        Without an output, results stay in the work file. With `drops_columns`, results don't repeat the input's
+        columns.
         """
         self._work = work
         self._output = output
@@ -207,7 +216,7 @@ class Outcomes:
     def save(self, results: OutcomeList, failures: OutcomeList) -> None:
         """Write outcomes, and copy each outcome to the twins of its line.
 
-        The output is written before the work file. After a crash between the two writes, the next command reads the end
+        The output is written before the work file. After a crash between these writes, the next command reads the end
         of the output.
         """
         self._write(results, failures, computed=results)
@@ -220,7 +229,7 @@ class Outcomes:
                     self._write([], [(twin, error) for twin in twins])
 
     def _write(self, results: OutcomeList, failures: OutcomeList, computed: OutcomeList | tuple[()] = ()) -> None:
-        """Write outcomes. Only results in `computed` add to the token counts, because twins copy results."""
+        """Write outcomes. Only results in `computed` add to the token counts because twins copy results."""
         tokens = {
             name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
             for name in TOKENS

@@ -29,7 +29,7 @@ class InputRow:
 
 @dataclass(frozen=True, slots=True)
 class BadInputRow:
-    """A row that can't be read, and the reason."""
+    """A row that can't be read, with the reason."""
 
     number: int
     message: str
@@ -40,10 +40,10 @@ InputData = BinaryIO | Path | str  # a stream, or for Parquet, Arrow and directo
 
 
 def rows_of(data: InputData, format_: Format, max_bytes: int) -> Iterator[InputRow | BadInputRow]:
-    """Yield the rows of an input, or the objects of JSON lines. Raises InvalidJob if it has another format."""
+    """Yield an input's rows, or the objects in JSON lines. Raises InvalidJob if the input has a different format."""
     if format_ in COLUMNAR:
         if not isinstance(data, (Path, str)):
-            raise InvalidJob(f"{format_} can't be read from stdin; name a file")
+            raise InvalidJob(f"{format_} can't be read from stdin; use a file")
         yield from _numbered(rows_of_arrow(data, format_))
     elif format_ == "directory":
         assert isinstance(data, Path)
@@ -64,10 +64,7 @@ def _numbered(rows: Iterator[dict[str, Any]]) -> Iterator[InputRow]:
 
 
 def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | BadInputRow]]:
-    """Yield the number and the bytes of each non-blank line.
-
-    For an oversized line, yield an error instead of the bytes.
-    """
+    """Yield the number and bytes of each non-blank line. For an oversized line, yield an error instead of the bytes."""
     number = 0
     while raw := stream.readline(max_bytes + 1):
         number += 1
@@ -81,7 +78,7 @@ def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | B
 
 
 def too_long(size: int, limit: int) -> str:
-    """Return the message for a line that is larger than the limit."""
+    """Return the error message for a line that is larger than the limit."""
     return f"the line has {size} bytes, and the limit is {limit}; split the line, or raise max_payload_bytes"
 
 

@@ -1,4 +1,4 @@
-"""Run the lines of a work file: send them to workers in chunks, and write their results as they arrive."""
+"""Run a work file's lines by sending them to workers in chunks, and write their results as they arrive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ MODEL_TIMEOUT_S = 30.0  # for a model that no worker serves, because a worker ma
 
 
 def check_model(redis: Redis, model: str | None) -> None:
-    """Raise UnknownModel if workers are running but none has the model. This finds typos before the input is read."""
+    """Raise UnknownModel if workers are running but none of them has the model.
+
+    This check finds typos before the input is read.
+    """
     with reaching_redis():
         workers = live_workers(redis)
     model = model and model_named(model)
@@ -71,7 +74,7 @@ class Serving:
         self._missing_since: dict[str, float] = {}
 
     def refresh(self, models: Iterable[str]) -> None:
-        """Read the registry. `models` are the models that pending lines use."""
+        """Read the registry. `models` contains the models that pending lines use."""
         workers = live_workers(self._redis)
         self._models = {}
         for worker in workers:
@@ -90,15 +93,15 @@ class Serving:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of workers for the model that has the most workers."""
+        """Return the largest number of workers that serve the same model."""
         return max((count for count, _ in self._models.values()), default=0)
 
     def of(self, model: str) -> tuple[int, int]:
-        """Return the number of workers that serve a model, and how many lines each of them runs at the same time."""
+        """Return the number of workers that serve a model, and the number of lines that each worker runs at once."""
         return self._models.get(model, (0, 0))
 
     def unknown(self) -> dict[str, UnknownModel]:
-        """Return the models that no worker has served for MODEL_TIMEOUT_S, with errors for their lines."""
+        """Return the models that no worker has served for MODEL_TIMEOUT_S, with the errors for their lines."""
         until = time.monotonic() - MODEL_TIMEOUT_S
         served = ", ".join(sorted(name for name in self._models if name != DEFAULT_MODEL)) or "none"
         return {
@@ -118,7 +121,7 @@ class _Chunk:
 
 
 class BatchRun:
-    """Executes one run in one thread. Everything that must survive a crash is in the work file."""
+    """Executes one run in one thread. All state that must survive a crash is in the work file."""
 
     def __init__(
         self,
@@ -135,9 +138,10 @@ class BatchRun:
         drops_columns: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """Prepare a run. `deadline_s` counts from now. With `ordered`, results are in input order.
+        """Prepare a run.
 
-        Without `output`, results stay in the work file, and the caller writes them to `output_path` afterwards.
+        `deadline_s` counts from now. With `ordered`, results are written in input order. Without `output`, results stay
+        in the work file, and the caller writes them to `output_path` afterwards.
         """
         self._redis = redis
         self._app = app
@@ -155,10 +159,11 @@ class BatchRun:
         self._next_refresh = 0.0
 
     def run(self) -> str:
-        """Run all pending lines. Return the final state, which the caller reports: completed, cancelled or expired.
+        """Run all pending lines.
 
-        Raises OSError if a disk is full. If this call raises or is interrupted, workers finish the lines in flight, and
-        the next command reads their results, unless the run is abandoned.
+        Return the final state (completed, cancelled or expired), which the caller must report. Raises OSError if a disk
+        is full. If this call raises or is interrupted, workers finish the lines in flight, and the next command reads
+        their results unless the run is abandoned.
         """
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
         self.progress.in_flight = self._work.in_flight()
@@ -178,11 +183,14 @@ class BatchRun:
         return final_state or "completed"
 
     def end(self, state: str, **facts: str) -> None:
-        """Report the run's final state, with further facts about the run."""
+        """Report the run's final state, with additional information about the run."""
         self._report(state, **facts)
 
     def _step(self) -> str | None:
-        """Send chunks and read events once. Return the final state if the run is cancelled or expires, or else None."""
+        """Send chunks and read events once.
+
+        Return the final state if the run is cancelled or expires, otherwise None.
+        """
         if time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + REFRESH_S
             self._serving.refresh(self._work.pending)
@@ -210,9 +218,9 @@ class BatchRun:
                 room -= sent
 
     def _send_chunk(self, model: str, workers: int, slots: int) -> int:
-        """Send the next lines of a model as one chunk, and return their number.
+        """Send the next lines of a model as one chunk, and return the number of lines.
 
-        The last chunks are smaller, so that all workers finish at about the same time.
+        The last chunks are smaller so that all workers finish at about the same time.
         """
         count = SLOTS_PER_CHUNK * slots
         if workers > 1:
@@ -241,7 +249,7 @@ class BatchRun:
         return len(lines)
 
     def _find_lost(self) -> None:
-        """Make the lines of a chunk pending again if Redis has lost the chunk, or it has expired."""
+        """Make a chunk's lines pending again if Redis has lost the chunk or the chunk has expired."""
         for name, chunk in list(self._chunks.items()):
             if time.monotonic() - chunk.last_event_at > LOST_S:
                 chunk.last_event_at = time.monotonic()
@@ -258,7 +266,7 @@ class BatchRun:
         return f"waiting in the queue, {self.progress.ahead} jobs ahead" if self.progress.ahead else ""
 
     def _jobs_ahead(self) -> int:
-        """Return the number of jobs ahead of the first chunk in the queue, or 0 after the first line has finished."""
+        """Return the number of jobs ahead of the first chunk in the queue, or 0 once the first line has finished."""
         if self.progress.ended:
             return 0
         try:
@@ -267,7 +275,7 @@ class BatchRun:
             return 0
 
     def _fail_all(self, model: str, error: JobError) -> None:
-        """Fail all pending lines of a model."""
+        """Mark all pending lines of a model as failed."""
         while lines := self._work.next_lines(model, LINES_PER_WRITE):
             self._outcomes.save([], [(line, {"code": error.code, "message": str(error)}) for line in lines])
 
@@ -322,7 +330,7 @@ class BatchRun:
     # Stopping
 
     def abandon(self) -> None:
-        """Cancel a run's lines in flight, because the run can't be resumed."""
+        """Cancel a run's lines in flight because the run can't be resumed."""
         with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
         self._report("cancelled")
@@ -343,16 +351,17 @@ class BatchRun:
         return state
 
     def _report(self, state: str, **facts: str) -> None:
-        """Update the run in Redis. If Redis does not answer, the run continues, and `status` shows an older state."""
+        """Update the run in Redis.
+
+        If Redis does not answer, the run continues, and `status` shows an outdated state.
+        """
         progress: Mapping[str, Any] = {
             name: getattr(self.progress, name) for name in ("total", "finished", "failed", *TOKENS)
         }
         try:
             self._batches.write(self.id, state=state, output=str(self._output_path.absolute()), **progress, **facts)
         except RedisError as error:
-            log.warning(
-                "state of run not updated", run=self.id, detail=f"{error}; it is updated again in {REFRESH_S:g} s"
-            )
+            log.warning("state of run not updated", run=self.id, detail=f"{error}; retrying in {REFRESH_S:g} s")
 
 
 def progress_of(work: WorkFile) -> Progress:
@@ -372,9 +381,9 @@ def progress_of(work: WorkFile) -> Progress:
 
 
 def _fitting_lines(lines: list[StoredLine], room: int) -> list[StoredLine]:
-    """Return as many lines as fit into a message of `room` bytes.
+    """Return as many lines as fit in a message of `room` bytes.
 
-    At least one line fits, because the size of each line was checked before.
+    At least one line fits because the size of each line was checked earlier.
     """
     size = 0
     fitting: list[StoredLine] = []

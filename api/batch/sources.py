@@ -1,4 +1,4 @@
-"""Open a run's input: a file, a URL or stdin, which may be compressed."""
+"""Open a run's input, which is a file, a URL or stdin, and may be compressed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Source = Path | str  # a string is a URL
 
 
 def name_of(source: Source) -> str:
-    """Return the name of an input for messages."""
+    """Return an input's name for messages."""
     return "stdin" if source == STANDARD else repr(str(source))
 
 
@@ -37,7 +37,7 @@ def source_of(name: str | Path) -> Source:
 
 @contextlib.contextmanager
 def open_source(source: Source) -> Iterator[BinaryIO]:
-    """Open an input for reading, decompressed. Raises InvalidJob and OSError."""
+    """Open an input for reading, with decompression if necessary. Raises InvalidJob and OSError."""
     if source == STANDARD:
         yield sys.stdin.buffer
         return
@@ -74,14 +74,14 @@ def _decompressed(stream: Any, compression: Compression) -> Any:
 
 
 def compressed(path: Path, compression: Compression) -> Any:
-    """Open a file for writing, and compress what is written."""
+    """Open a file for writing, with compression."""
     if compression == "gzip":
         return gzip.GzipFile(path, "wb", compresslevel=6, mtime=0)
     return zstd_module().open(path, "wb") if compression else path.open("wb")
 
 
 class _ArrowZstd:
-    """Opens zstd files with pyarrow."""
+    """Opens zstd files using pyarrow."""
 
     @staticmethod
     def open(target: Any, mode: str) -> Any:
@@ -123,6 +123,6 @@ def fingerprint_of(source: Source) -> str:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """Return the files in a directory and its subdirectories in order, without hidden files."""
+    """Return the files in a directory and its subdirectories in sorted order, without hidden files."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts))

@@ -1,4 +1,4 @@
-"""Start or resume a bulk run: read the input into the work file, compare it with the output, and run pending lines."""
+"""Start or resume a bulk run. Read the input into the work file, compare it with the output, and run pending lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ LINES_PER_REPORT = 2000  # while the input is read: about ten reports per second
 
 
 class CheckInput(Protocol):
-    """Checks an input's lines while the input is being read, and may reject the whole input by raising InvalidJob."""
+    """An object that checks an input's lines while they are being read.
+
+    It may reject the whole input by raising InvalidJob.
+    """
 
     def line(self, number: int, value: dict[str, Any] | BadLine) -> None: ...
 
@@ -80,11 +83,11 @@ def run_batch(
     on_progress: OnProgress = lambda progress: None,
     check: CheckInput | None = None,
 ) -> Summary:
-    """Start or resume a run, and return when it has finished. Raises InvalidJob and OSError.
+    """Start or resume a run, and return when it has finished.
 
-    Even if it raises, finished lines are saved. A run whose output is stdout prints results as they arrive, and prints
-    errors to stderr unless an error file is given. Such a run can't be resumed. `check` may reject the input while it
-    is being read.
+    Raises InvalidJob and OSError. Finished lines are saved even if an error is raised. A run whose output is stdout
+    prints results as they arrive, and prints errors to stderr unless an error file is given. Such a run can't be
+    resumed. `check` may reject the input while it is being read.
     """
     if options.fairness_key is not None:
         check_fairness_key(options.fairness_key)
@@ -166,7 +169,7 @@ def _fingerprint(options: BatchOptions) -> str:
 
 
 def _digest(options: BatchOptions, read_as: str) -> str:
-    """Return a digest of the options and the input, or "" for an input that can't be compared, such as stdin."""
+    """Return a digest of the options and the input, or "" if the input can't be compared, as is the case for stdin."""
     values = json.loads(_serialise(replace(options, deadline_s=None, keep_work=False)))
     if options.content:
         del values["input"]  # the name of a temporary file
@@ -174,9 +177,10 @@ def _digest(options: BatchOptions, read_as: str) -> str:
 
 
 def completed_run(redis: Redis, output: Path, options: BatchOptions | None = None) -> Summary | None:
-    """Return the summary of the completed run that wrote this output, or None if it has changed since then.
+    """Return the summary of the completed run that wrote this output, or None if the output has changed since then.
 
-    With `options`, return it only if the run had the same options and the same input. Such a run has no work file.
+    With `options`, return the summary only if the run had the same options and the same input. A completed run has no
+    work file.
     """
     paths = paths_of(output)
     if paths.work.exists() or not output.is_file():
@@ -195,7 +199,7 @@ def completed_run(redis: Redis, output: Path, options: BatchOptions | None = Non
 
 @contextlib.contextmanager
 def _traced(work: WorkFile) -> Iterator[None]:
-    """Trace the run. The span of a resumed run is a child of the span that started the run."""
+    """Trace the run. A resumed run's span is a child of the span that started the run."""
     parent = {name: text for name in NAMES if (text := work.get(name))}
     with trace_span("batch run", parent) as carrier:
         if not parent:
@@ -205,7 +209,7 @@ def _traced(work: WorkFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(options: BatchOptions) -> Iterator[None]:
-    """Convert work file errors to OSError, like output errors."""
+    """Convert work file errors into OSError, the type of output errors."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -241,7 +245,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def open_work(paths: Paths, options: BatchOptions) -> WorkFile:
-    """Open the work file of this output. Raises InvalidJob if the output does not belong to a run."""
+    """Open this output's work file. Raises InvalidJob if the output does not belong to a run."""
     if options.overwrite:
         if paths.work.exists():
             _work_file(paths).close()  # raises if another command uses it
@@ -250,7 +254,7 @@ def open_work(paths: Paths, options: BatchOptions) -> WorkFile:
     if paths.output.exists() and paths.output.stat().st_size and not paths.work.exists():
         raise InvalidJob(
             f"{str(paths.output)!r} exists, but is not the output of an unfinished run with this input and these "
-            f"options ({paths.work.name} is missing); name another file, or use --overwrite"
+            f"options ({paths.work.name} is missing); choose another file, or use --overwrite"
         )
     work = _work_file(paths)
     if not work.get("run_id"):
@@ -267,7 +271,7 @@ def _work_file(paths: Paths) -> WorkFile:
                 f"{str(paths.output)!r} is the output of a running command; wait until it finishes"
             ) from None
         if "unable to open" in str(error) or "readonly" in str(error):
-            raise InvalidJob(f"can't write {str(paths.work)!r}: {error}; name another output") from None
+            raise InvalidJob(f"can't write {str(paths.work)!r}: {error}; choose another output") from None
         raise
 
 
@@ -279,7 +283,7 @@ def read_input(
     echo: int | None,
     check: CheckInput | None = None,
 ) -> LineFile:
-    """Add all lines of the input to the work file. Return the error file, which contains the invalid lines."""
+    """Add all of the input's lines to the work file. Return the error file, which contains the invalid lines."""
     new_errors = paths.errors.with_name(paths.errors.name + ".part")
     new_errors.unlink(missing_ok=True)
     invalid = LineFile(new_errors, echo)
@@ -331,7 +335,7 @@ def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Batch
 
 @contextlib.contextmanager
 def _opened(options: BatchOptions) -> Iterator[InputData]:
-    """Open the input, unless its format is read by name."""
+    """Open the input, unless its format is read by file name."""
     if format_of(options.input, options.format) in (*COLUMNAR, "directory") and options.input != STANDARD:
         yield options.input
         return
@@ -340,7 +344,10 @@ def _opened(options: BatchOptions) -> Iterator[InputData]:
 
 
 def _chosen(options: BatchOptions) -> Container[int] | None:
-    """Return the indexes of the rows that `--sample` draws, or None for all rows. This reads the whole input."""
+    """Return the indexes of the rows that `--sample` draws, or None for all rows.
+
+    This function reads the whole input.
+    """
     if options.sample is None:
         return None
     with _opened(options) as data:
@@ -353,10 +360,10 @@ def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Pat
     """Raise InvalidJob if the input is empty or does not belong to the output."""
     name = name_of(options.input)
     if not count:
-        raise InvalidJob(f"{name} has no lines; name the right file")
+        raise InvalidJob(f"{name} has no lines; check that it is the right file")
     if (options.limit or options.sample) and work.drops_results():
         raise InvalidJob(
-            f"{str(paths.output)!r} has results of rows that --limit or --sample leaves out; name another output, or "
+            f"{str(paths.output)!r} has results of rows that --limit or --sample leaves out; choose another output, or "
             "leave the option out"
         )
     if not work.keeps_results():
@@ -381,7 +388,7 @@ def _add(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, inval
 
 
 def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
-    """Open the output. Remove results of changed lines, and record results that the work file does not have yet."""
+    """Open the output. Remove results of changed lines, and record results that are not yet in the work file."""
     output = LineFile(paths.output, echo)
     if work.is_outdated():  # a crash at any point is safe, because the next command repeats this
         output.close()
@@ -402,7 +409,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 
 
 def _recover(work: WorkFile, output: LineFile, start: int) -> None:
-    """Mark lines as finished if their results follow byte `start` of the output. This is needed after a crash."""
+    """Mark lines as finished if their results are in the output after byte `start`. This is needed after a crash."""
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
         if work.finish_by_id(id_of(value)):
@@ -423,7 +430,7 @@ def options_of(output: Path) -> BatchOptions:
     paths = paths_of(output)
     if not paths.work.exists():
         raise InvalidJob(
-            f"{str(output)!r} is not the output of a run, because {paths.work.name} is missing; name another file"
+            f"{str(output)!r} is not the output of a run, because {paths.work.name} is missing; choose another file"
         )
     with contextlib.closing(WorkFile(paths.work)) as work:
         values = json.loads(work.get("options", "{}"))

@@ -1,4 +1,4 @@
-"""Write a run's results to a table or to a compressed file, in input order."""
+"""Write a run's results to a table or to a compressed file in input order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFIX = "cellama_"  # of the column of a result if the input has a column with 
 def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, format_: str) -> None:
     """Write all results of a work file to `path`. After a crash, the file is either complete or unchanged.
 
-    `source` is the input, and `format_` is its format. Parquet and Arrow inputs are read again, so that their columns
+    `source` is the input, and `format_` is its format. Parquet and Arrow inputs are read again so that their columns
     keep their types. Raises OSError.
     """
     partial = path.with_name(path.name + ".part")
@@ -53,7 +53,7 @@ def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, 
 
 
 def _names_of_results(work: WorkFile) -> dict[str, str]:
-    """Return the result columns, in order: the name of the result, and the name of its column."""
+    """Return the result columns in order, as a mapping from each result's name to its column's name."""
     kinds = set(work.kinds())
     wanted = {*(_OF_TEXT if kinds - {"embed"} else ()), *(_OF_EMBEDDING if "embed" in kinds else ())}
     taken = {name for _, columns, _ in work.results() for name in columns}
@@ -68,7 +68,7 @@ def _names_of_results(work: WorkFile) -> dict[str, str]:
 
 
 def flat_rows(work: WorkFile, names: Mapping[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the columns of each result, with the input columns first."""
+    """Yield each result's number and columns, starting with the input columns."""
     for number, columns, outcome in work.results():
         values = values_of(json.loads(outcome))
         yield number, {**columns, **{column: values[name] for name, column in names.items()}}

@@ -1,4 +1,4 @@
-"""Fill a row's columns into a template, such as `Summarise: {title}`. Only whole columns are inserted."""
+"""Insert a row's columns into a template, such as `Summarise: {title}`. Only whole columns are inserted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cellama.tasks.contract.errors import InvalidJob
 
 
 class RowTemplate:
-    """A text with `{column}` in place of values. `{{` and `}}` stand for braces.
+    """A text with `{column}` placeholders.
 
-    The text between braces is only a column name, so a template can neither read attributes nor
-    format values.
+    `{{` and `}}` stand for braces. The text between braces is always a column name, so a template can neither read
+    attributes nor format values.
     """
 
     def __init__(self, text: str) -> None:
@@ -34,12 +34,12 @@ class RowTemplate:
             raise InvalidJob(f"template: {text!r} has no column; insert columns as {{name}}")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Return the text with the values of a row. Raises KeyError if the row has no such column."""
+        """Return the text with a row's values inserted. Raises KeyError if the row lacks a column."""
         return "".join(literal + ("" if name is None else text_of(row[name])) for literal, name in self._parts)
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text. A missing value is empty, and lists and objects are JSON."""
+    """Return a value as text. Missing values become empty, and lists and objects become JSON."""
     if isinstance(value, (list, dict)):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else str(value)

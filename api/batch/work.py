@@ -1,4 +1,4 @@
-"""The work file of a run, an SQLite database with the state of each line.
+"""A run's work file, which is an SQLite database with the state of each line.
 
 Memory use does not grow with the number of lines.
 """
@@ -35,7 +35,7 @@ _LINE = "number, id, form, kind, model, params, tries, place, state, columns, re
 
 
 class WorkFile:
-    """The lines of a run with their states. Only one command at a time can open the file."""
+    """A run's lines with their states. Only one command at a time can open the file."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file, and lock it. Raises sqlite3.OperationalError if another command uses it."""
@@ -60,7 +60,7 @@ class WorkFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write all changes made inside the `with` block to disk, or none of them if the block raises."""
+        """Write all changes made in the `with` block to disk, or none of them if the block raises."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -71,12 +71,12 @@ class WorkFile:
         self._db.execute("COMMIT")
 
     def get(self, name: str, default: str = "") -> str:
-        """Return a property of the run."""
+        """Return the value of a run property."""
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else default
 
     def set(self, **properties: str | int) -> None:
-        """Set properties of the run."""
+        """Set run properties."""
         rows = [(name, str(value)) for name, value in properties.items()]
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
@@ -86,8 +86,8 @@ class WorkFile:
     def reading(self) -> Iterator[None]:
         """Return a context manager within which the caller adds the whole input.
 
-        At the end, lines that are no longer in the input are deleted. If the context raises, the lines of the previous
-        reading remain. The first reading is committed in several parts.
+        At the end, lines that are no longer in the input are deleted. If the context raises, the previously read lines
+        remain. The first reading is committed in several parts.
         """
         self._is_first_reading = self._db.execute("SELECT 1 FROM lines LIMIT 1").fetchone() is None
         self._had_results = self.count(FINISHED) > 0
@@ -136,7 +136,10 @@ class WorkFile:
         return not self._had_results or self._db.execute(query, (FINISHED,)).fetchone() is not None
 
     def drops_results(self) -> bool:
-        """Return whether the input no longer has lines with a result. Call it while the input is being read."""
+        """Return whether results exist whose lines are no longer in the input.
+
+        Call this method while the input is being read.
+        """
         query = "SELECT 1 FROM lines WHERE state = ? AND number < 0 LIMIT 1"
         return self._db.execute(query, (FINISHED,)).fetchone() is not None
 
@@ -157,17 +160,17 @@ class WorkFile:
         )
 
     def retry_failed(self) -> None:
-        """Make failed lines pending again."""
+        """Mark failed lines as pending again."""
         self._db.execute("UPDATE lines SET state = 0, tries = 0 WHERE state = ?", (FAILED,))
 
     def is_outdated(self, line_id: Any = None) -> bool:
-        """Return whether the result of an id is outdated. Without an id, return whether any result is outdated."""
+        """Return whether the result for an id is outdated. Without an id, return whether any result is outdated."""
         query = "SELECT 1 FROM outdated WHERE id = coalesce(?, id) LIMIT 1"
         key = None if line_id is None else _id_text(line_id)
         return self._db.execute(query, (key,)).fetchone() is not None
 
     def forget_outdated(self) -> None:
-        """Forget the outdated ids, after their results were removed from the output."""
+        """Forget the outdated ids after their results have been removed from the output."""
         self._db.execute("DELETE FROM outdated")
 
     def has_failed(self, line_id: Any) -> bool:
@@ -181,7 +184,7 @@ class WorkFile:
     # Planning
 
     def count(self, state: int) -> int:
-        """Return the number of lines in a state. This scans all lines."""
+        """Return the number of lines in a state. This method scans all lines."""
         return int(self._db.execute("SELECT count(*) FROM lines WHERE state = ?", (state,)).fetchone()[0])
 
     def in_flight(self, model: str | None = None) -> int:
@@ -205,9 +208,9 @@ class WorkFile:
             self._pending.update(models)
 
     def next_lines(self, model: str, count: int) -> list[StoredLine]:
-        """Return up to `count` pending lines, in key order.
+        """Return up to `count` pending lines in key order.
 
-        Lines that were tried before come last, one per call, because they may have crashed their workers.
+        Previously tried lines come last, one per call, because they may have crashed their workers.
         """
         query = (
             f"SELECT {_LINE} FROM lines WHERE state = 0 AND model = ? ORDER BY model, tries > 0, key, number LIMIT ?"
@@ -217,16 +220,16 @@ class WorkFile:
         return untried or found[:1]
 
     def take(self, chunk: str, lines: Sequence[StoredLine]) -> None:
-        """Mark lines as in flight in this chunk."""
+        """Mark lines as being in flight in this chunk."""
         if self._pending is not None:
             self._pending.subtract(line.model for line in lines)
         rows = [(IN_FLIGHT, chunk, place, line.number) for place, line in enumerate(lines)]
         self._db.executemany("UPDATE lines SET state = ?, chunk = ?, place = ? WHERE number = ?", rows)
 
     def give_back(self, chunk: str, *, tried: bool) -> int:
-        """Make the unfinished lines of a chunk pending again, and return their number.
+        """Make a chunk's unfinished lines pending again, and return their number.
 
-        If `tried` is true, this counts as an attempt.
+        If `tried` is true, count an attempt for each line.
         """
         models = self._db.execute("SELECT model FROM lines WHERE state = 1 AND chunk = ?", (chunk,)).fetchall()
         self._add_pending(row[0] for row in models)
@@ -240,7 +243,7 @@ class WorkFile:
         return [row[0] for row in self._db.execute("SELECT DISTINCT chunk FROM lines WHERE state = 1")]
 
     def line(self, chunk: str, place: int) -> StoredLine | None:
-        """Return the line in flight at this place of a chunk, or None if it already has an outcome."""
+        """Return the line in flight at this position in a chunk, or None if it already has an outcome."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 1 AND chunk = ? AND place = ?"
         row = self._db.execute(query, (chunk, place)).fetchone()
         return None if row is None else _stored(row)
@@ -278,9 +281,9 @@ class WorkFile:
         return [_stored(row) for row in self._db.execute(query, (max_tries,))]
 
     def finish_by_id(self, line_id: Any) -> bool:
-        """Mark a line as finished because the output has its result.
+        """Mark a line as finished because the output contains its result.
 
-        Return whether the line was unfinished in this file, and its result was not copied from an identical line.
+        Return whether the line was unfinished in this file and its result was not copied from an identical line.
         """
         key = _id_text(line_id)
         state = self._state_of(key)
@@ -292,7 +295,7 @@ class WorkFile:
         return state in (PENDING, IN_FLIGHT)
 
     def open_lines(self) -> Iterator[tuple[int, LineId]]:
-        """Yield the number and the id of each unfinished line, in order."""
+        """Yield the number and id of each unfinished line in order."""
         query = "SELECT number, id FROM lines WHERE number > 0 AND state NOT IN (?, ?) ORDER BY number"
         for number, key in self._db.execute(query, (FINISHED, FAILED)):
             yield number, json.loads(key)
@@ -304,7 +307,7 @@ class WorkFile:
         return None if row is None else int(row[0])
 
     def held(self, limit: int, before: int | None = None) -> list[tuple[int, str]]:
-        """Return the number and the outcome of each finished but unwritten line, in order, up to the line `before`."""
+        """Return the number and outcome of each finished but unwritten line up to the line `before`, in order."""
         query = (
             "SELECT number, outcome FROM lines WHERE outcome IS NOT NULL AND number < coalesce(?, number + 1) "
             "ORDER BY number LIMIT ?"
@@ -312,17 +315,17 @@ class WorkFile:
         return self._db.execute(query, (before, limit)).fetchall()
 
     def results(self) -> Iterator[tuple[int, dict[str, Any], str]]:
-        """Yield the number, the columns and the outcome of each result that is not in the output, in order."""
+        """Yield the number, columns and outcome of each result that is not in the output, in order."""
         query = "SELECT number, columns, outcome FROM lines WHERE state = ? AND outcome IS NOT NULL ORDER BY number"
         for number, columns, outcome in self._db.execute(query, (FINISHED,)):
             yield number, json.loads(columns), outcome
 
     def kinds(self) -> list[str]:
-        """Return the kinds of all lines, each once."""
+        """Return the distinct kinds of all lines."""
         return [row[0] for row in self._db.execute("SELECT DISTINCT kind FROM lines")]
 
     def sample(self, count: int) -> list[StoredLine]:
-        """Return up to `count` lines, spread evenly over the input."""
+        """Return up to `count` lines spread evenly over the input."""
         (total,) = self._db.execute("SELECT count(*) FROM lines").fetchone()
         step = max(1, total // count)
         query = f"SELECT {_LINE} FROM (SELECT *, row_number() OVER (ORDER BY number) AS rank FROM lines) "
@@ -330,11 +333,14 @@ class WorkFile:
         return [_stored(row) for row in self._db.execute(query, (step, count))]
 
     def drop_outcomes(self, numbers: Iterable[int]) -> None:
-        """Delete the outcomes of lines after they have been written to the output."""
+        """Delete lines' outcomes after they have been written to the output."""
         self._db.executemany("UPDATE lines SET outcome = NULL WHERE number = ?", ((number,) for number in numbers))
 
     def shrink(self) -> None:
-        """Delete the content of finished lines. Ids, hashes and states remain, so that a later command finds them."""
+        """Delete the contents of finished lines.
+
+        Ids, hashes and states are kept so that a later command can find them.
+        """
         self._db.execute(
             "UPDATE lines SET key = '', params = '{}', columns = '{}', request = '{}' WHERE state = ?", (FINISHED,)
         )
@@ -356,7 +362,7 @@ class WorkFile:
 
 
 def _id_text(line_id: Any) -> str:
-    """Return an id in the form that the file stores."""
+    """Return an id in the format used in the file."""
     return json.dumps(line_id, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""The command line `cellama`: one module per group of commands.
+"""The `cellama` command line, with one module per command group.
 
 This package may import `client`, `batch`, `machine`, the settings, and `tasks` except the modules that run in workers.
 """

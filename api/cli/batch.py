@@ -36,15 +36,16 @@ from .output import called, err, out, print_error, print_json, readable_time, ta
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Retry the lines that failed.")]
+RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Retry failed lines.")]
 MergeOption = Annotated[
     bool,
     typer.Option(
-        "--merge-identical", help="Run identical lines only once. This applies to greedy generations and embeddings."
+        "--merge-identical", help="Run identical lines only once. Applies only to greedy generations and embeddings."
     ),
 ]
 IdColumnOption = Annotated[
-    str | None, typer.Option(help="Column with the ids of the rows (default: id or custom_id, or else row numbers).")
+    str | None,
+    typer.Option(help="Column that contains the row ids (default: id or custom_id, otherwise the row numbers)."),
 ]
 OutputOption = Annotated[
     Path,
@@ -61,7 +62,7 @@ _STATE_TEXTS = {
     "finalizing": "finishing",
     "cancelling": "stopping",
 }
-RunArgument = Annotated[str, typer.Argument(help="Id of the run, a prefix of the id, or the output file.")]
+RunArgument = Annotated[str, typer.Argument(help="Run id, a prefix of the run id, or the run's output file.")]
 _NUMBERS = "lines, tokens"
 
 
@@ -70,19 +71,21 @@ def batch_run_command(
     input: Annotated[
         str,
         typer.Argument(
-            help="Input: a file (JSON lines, CSV, TSV, Parquet, Arrow, or text with a prompt per line; .gz and .zst "
+            help="Input: a file (JSON lines, CSV, TSV, Parquet, Arrow, or text with one prompt per line; .gz and .zst "
             "are decompressed), a directory of text files, a URL such as s3://…, or - for stdin."
         ),
     ],
     output: OutputOption,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model for lines that don't name one.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model for lines that don't specify a model.")
+    ] = None,
     format: Annotated[
         str,
         typer.Option(
-            help="Input format: jsonl, text, csv, tsv, parquet, arrow, directory, or auto (by the file name)."
+            help="Input format: jsonl, text, csv, tsv, parquet, arrow, directory, or auto (based on the file name)."
         ),
     ] = "auto",
-    column: Annotated[str | None, typer.Option(help="Column with the prompts or texts of the rows.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column that contains the prompts, or the texts to embed.")] = None,
     template: Annotated[
         str | None,
         typer.Option(help="Prompt template for each row, with column names in braces, for example 'Sum up: {text}'."),
@@ -90,21 +93,25 @@ def batch_run_command(
     as_kind: Annotated[
         str | None,
         typer.Option(
-            "--as", help="Job of a row: chat, prompt (continued) or embed (default: chat with --system, or prompt)."
+            "--as",
+            help="Job to run for each row: chat, prompt or embed (default: chat with --system, otherwise prompt).",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message of all chats.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message for all chats.")] = None,
     id_column: IdColumnOption = None,
     limit: Annotated[int | None, typer.Option(help="Run only the first N rows.", min=1)] = None,
     sample: Annotated[
-        int | None, typer.Option(help="Run only this many rows from the whole input, always the same ones.", min=1)
+        int | None,
+        typer.Option(help="Run only N rows sampled from the whole input. Each run samples the same rows.", min=1),
     ] = None,
     form: Annotated[
-        str, typer.Option(help="Output format: openai, short, or auto (the format of each input line).")
+        str, typer.Option(help="Output format: openai, short, or auto (matches the format of each input line).")
     ] = "auto",
-    order: Annotated[str, typer.Option(help="Order of the results: completion or input.")] = "completion",
+    order: Annotated[
+        str, typer.Option(help="Order of the results: completion (as lines finish) or input (as in the input).")
+    ] = "completion",
     errors: Annotated[
-        Path | None, typer.Option(help="File for the errors of failed lines (default: OUTPUT.errors.jsonl).")
+        Path | None, typer.Option(help="File for the errors from failed lines (default: OUTPUT.errors.jsonl).")
     ] = None,
     fairness_key: FairnessKeyOption = None,
     deadline: Annotated[
@@ -114,20 +121,23 @@ def batch_run_command(
     retry_failed: RetryOption = False,
     keep_work: Annotated[
         bool,
-        typer.Option("--keep-work", help="Keep OUTPUT.work, so that a later command runs only new and changed rows."),
+        typer.Option("--keep-work", help="Keep OUTPUT.work so that a later run processes only new and changed rows."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start a new run and overwrite the output.")] = False,
     dry: Annotated[
-        bool, typer.Option("--dry-run", help="Check the input, and estimate tokens, time and disk space. Run nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check the input and estimate tokens, time and disk space, without running any lines."
+        ),
     ] = False,
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
     """Run every row of a file. Run the same command again to resume an interrupted run.
 
-    Table rows become chats, prompts or embeddings, and the results are written with the input columns. A
-    line of JSON is an object with "prompt", "messages" or "text", and optionally "id" and job parameters. With
-    --column, --template or --as, its other fields are columns. Lines in OpenAI's batch format are also accepted.
+    Table rows become chats, prompts or embeddings, and the results are written with the input columns. Each JSON line
+    is an object with "prompt", "messages" or "text", and optionally "id" and job parameters. With --column, --template
+    or --as, the object's other fields are columns. Lines in OpenAI's batch format are also accepted.
 
     Example:  cellama batch run in.csv -o out.parquet -m tiny --column review
     """
@@ -164,7 +174,7 @@ def batch_run_command(
 
 
 def batch_resume_command(
-    output: Annotated[Path, typer.Argument(help="Output file of the run.")],
+    output: Annotated[Path, typer.Argument(help="The run's output file.")],
     retry_failed: RetryOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -218,7 +228,7 @@ def _seconds(text: str | None) -> float | None:
         return None
     match = _DURATION.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise typer.BadParameter(f"invalid duration {text!r}; use for example 90m or 12h", param_hint="--deadline")
+        raise typer.BadParameter(f"invalid duration {text!r}; use, for example, 90m or 12h", param_hint="--deadline")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -230,14 +240,14 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> Any:
 
 @contextlib.contextmanager
 def redis_here() -> Iterator[Redis]:
-    """Yield a connection to the Redis in the settings. Raises RedisUnreachable."""
+    """Yield a connection to the configured Redis. Raises RedisUnreachable."""
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         redis.ping()
         yield redis
 
 
 def batch_list_command(json: JsonOption = False) -> None:
-    """List the bulk runs of the last 30 days.
+    """List bulk runs from the last 30 days.
 
     Example:  cellama batch list
     """
@@ -300,13 +310,13 @@ def _relative(path: str) -> str:
 
 
 def _short(run_id: Any) -> str:
-    """Return the first characters of an id, after the prefix `batch_` if it has one."""
+    """Return the first characters of an id, without its `batch_` prefix."""
     text = str(run_id)
     return text[: text.find("_") + 1 + SHOWN_ID_CHARS]
 
 
 def _is_of_gateway(run: dict[str, Any]) -> bool:
-    """Return whether a gateway is driving the run. The gateway deletes the run's local files at the end."""
+    """Return whether a gateway is driving the run. The gateway deletes the run's local files when the run ends."""
     return str(run["id"]).startswith("batch_")
 
 

@@ -28,7 +28,10 @@ class _Show:
     """Shows a run's progress as a bar, as text lines or as JSON."""
 
     def __init__(self, bar: Bar | None, events: Console | None) -> None:
-        """Write JSON to `events` if it is given. Without `bar` and `events`, write text lines to stderr."""
+        """Write JSON to `events` if `events` is given.
+
+        If neither `bar` nor `events` is given, write text lines to stderr.
+        """
         self._bar = bar
         self._events = events
         self._task: TaskID | None = None
@@ -62,7 +65,7 @@ class _Show:
 def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
     """Yield a progress display, which is a bar if stderr is a terminal that shows nothing else.
 
-    If results go to stdout, line errors go to stderr.
+    If results are written to stdout, line errors are written to stderr.
     """
     if json or to_stdout or not err.is_terminal:
         yield _Show(None, _events(to_stdout) if json else None)
@@ -84,7 +87,7 @@ def _text_of(progress: Progress) -> str:
 
 
 def _rates(progress: Progress) -> list[str]:
-    """Return lines per second, and also tokens per second if the run generates text."""
+    """Return the lines per second, and also the tokens per second if the run generates text."""
     lines = f"{progress.line_rate:.{0 if progress.line_rate >= 10 else 1}f} lines/s"
     return [lines, f"{progress.rate:.0f} tok/s"] if progress.generated else [lines]
 
@@ -107,7 +110,7 @@ def _numbers(progress: Progress) -> dict[str, Any]:
 
 
 def _events(to_stdout: bool) -> Console:
-    """Return the console for JSON about the run: stdout, unless the results go there."""
+    """Return the console for JSON about the run, which is stdout unless the results are written there."""
     return err if to_stdout else out
 
 
@@ -134,7 +137,7 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
 
 
 def readable_duration(seconds: float) -> str:
-    """Return a duration in seconds, minutes, hours or days."""
+    """Format a duration in seconds, minutes, hours or days."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}"
@@ -142,7 +145,7 @@ def readable_duration(seconds: float) -> str:
 
 
 def show_estimate(found: DryRun, output: Path) -> None:
-    """Print what a run would do."""
+    """Print the estimate of a dry run."""
     samples = "measured on a sample" if found.is_measured else "estimated from their length, because no worker answers"
     tokens = f"{found.prompt_tokens} in prompts ({samples})"
     if found.max_completion_tokens:

@@ -26,9 +26,11 @@ from .services import check_installed
 SHOWN_DIGITS = 16  # characters of a key in a table, enough to be unique. --json prints all digits.
 DirectoryOption = Annotated[
     Path | None,
-    typer.Option("--dir", help="Directory with the KV states (default: the setting cache_dir).", show_default=False),
+    typer.Option(
+        "--dir", help="Directory that contains the KV states (default: the cache_dir setting).", show_default=False
+    ),
 ]
-KeysArgument = Annotated[list[str], typer.Argument(help="Keys of states, or prefixes of at least 8 digits.")]
+KeysArgument = Annotated[list[str], typer.Argument(help="Keys of KV states, or key prefixes of at least 8 digits.")]
 
 
 def cache_list_command(directory: DirectoryOption = None, json: JsonOption = False) -> None:
@@ -59,7 +61,7 @@ def cache_list_command(directory: DirectoryOption = None, json: JsonOption = Fal
 
 
 def cache_info_command(directory: DirectoryOption = None, json: JsonOption = False) -> None:
-    """Show the number and the size of the KV states on disk.
+    """Show the number and total size of the KV states on disk.
 
     Example:  cellama cache info --json --dir /var/cache/cellama
     """
@@ -78,21 +80,23 @@ def cache_info_command(directory: DirectoryOption = None, json: JsonOption = Fal
 def cache_clear_command(
     directory: DirectoryOption = None,
     keys: Annotated[
-        list[str] | None, typer.Argument(help="Keys of states (default: all states that are not pinned).")
+        list[str] | None, typer.Argument(help="Keys of KV states (default: all states that are not pinned).")
     ] = None,
     scope: Annotated[
-        str | None, typer.Option(help="Remove only states of this scope (the cache_scope of jobs).")
+        str | None, typer.Option(help="Remove only states with this scope (the cache_scope of the jobs).")
     ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="Also remove pinned states.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete KV states from the disk. Running workers continue, and recompute deleted states that they need.
+    """Delete KV states from the disk.
+
+    Running workers are not interrupted. They recompute deleted states when they need them.
 
     Example:  cellama cache clear --scope customer-7 --dir /var/cache/cellama
     """
     if keys and (scope is not None or pinned):
         raise typer.BadParameter(
-            "KEYS can't be combined with --scope and --pinned; states that are named by key are removed even if pinned"
+            "KEYS can't be combined with --scope and --pinned; states given by key are removed even if they are pinned"
         )
     cleared = _run("clear", directory, keys=keys or [], scope=scope, pinned=pinned)
     if json:
@@ -102,10 +106,10 @@ def cache_clear_command(
 
 
 def cache_explain_command(
-    job_id: Annotated[str, typer.Argument(help="Id of a finished job, or of a response of the gateway.")],
+    job_id: Annotated[str, typer.Argument(help="Id of a finished job or of a gateway response.")],
     json: JsonOption = False,
 ) -> None:
-    """Show how much of a job's prompt was reused, and what differs from the earlier turns of its conversation.
+    """Show how much of a job's prompt was reused, and where it differs from the conversation's earlier turns.
 
     Example:  cellama cache explain msg_5f0c…
     """
@@ -130,7 +134,7 @@ def cache_explain_command(
 
 
 def cache_pin_command(keys: KeysArgument, directory: DirectoryOption = None, json: JsonOption = False) -> None:
-    """Pin KV states, so that the quota never evicts them.
+    """Pin KV states so that they are never evicted to meet the quota.
 
     Example:  cellama cache pin 3f2a90c1d4e5b687 --dir /var/cache/cellama
     """
@@ -138,7 +142,7 @@ def cache_pin_command(keys: KeysArgument, directory: DirectoryOption = None, jso
 
 
 def cache_unpin_command(keys: KeysArgument, directory: DirectoryOption = None, json: JsonOption = False) -> None:
-    """Unpin KV states, so that the quota may evict them.
+    """Unpin KV states so that they may be evicted to meet the quota.
 
     Example:  cellama cache unpin 3f2a90c1d4e5b687 --dir /var/cache/cellama
     """
@@ -157,14 +161,14 @@ def _set_pinned(command: str, keys: list[str], directory: Path | None, json: boo
 def _default_directory() -> Path:
     cache_dir = get_settings().cache_dir
     if cache_dir is None:
-        raise typer.BadParameter("the setting cache_dir is not set; pass the directory with --dir", param_hint="--dir")
+        raise typer.BadParameter("the cache_dir setting is not set; pass the directory with --dir", param_hint="--dir")
     return Path(cache_dir).expanduser()
 
 
 def _run(command: str, directory: Path | None, **options: Any) -> Any:
     """Run a command of `python -m cellama.engine.kvstore` and return its result.
 
-    It needs a separate process, because `api` never imports the engine.
+    The command runs in a separate process because `api` never imports the engine.
     """
     check_installed()
     request = {

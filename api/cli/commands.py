@@ -1,4 +1,4 @@
-"""The table of all commands, and the entry point of the command line.
+"""The table of all commands and the command line's entry point.
 
 `tasks/contract/codes.py` defines the exit codes.
 """
@@ -160,7 +160,7 @@ def _print_version(is_given: bool) -> None:
 
 @app.callback()
 def _options(
-    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks when errors occur.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -176,7 +176,7 @@ def exit_code_of(error: Exception) -> Exit:
 
 
 def main() -> None:
-    """Run the command line. Print errors without a traceback, unless `--debug` is given, and set the exit code."""
+    """Run the command line. Set the exit code, and print errors without a traceback unless `--debug` is given."""
     try:
         app()
     except (JobError, SettingsError, NotInstalled, RedisServerError, OSError) as error:

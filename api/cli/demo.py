@@ -1,4 +1,4 @@
-"""`cellama demo`: run a Redis server, a worker with the bundled model and a producer, and show what they do."""
+"""`cellama demo`: run a Redis server, a worker with the bundled model and a producer, and show their output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEXT_STEPS = """\
 
 
 def demo_command() -> None:
-    """Show cellama at work: start Redis and a worker, stream a text, chat, and run jobs in bulk.
+    """Run a demo of cellama: start Redis and a worker, stream a text, chat, and run jobs in bulk.
 
     Example:  cellama demo
     """
@@ -61,7 +61,7 @@ def demo_command() -> None:
 
 
 def _prepare_environment(folder: Path) -> None:
-    """Remove the settings of this shell, so that the demo always runs the same way."""
+    """Remove this shell's cellama settings from the environment so that the demo always runs the same way."""
     for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
         del os.environ[name]
     (folder / "cellama.toml").write_text("")
@@ -151,7 +151,7 @@ def _bulk(client: Client) -> None:
 
 
 def _show_batching(client: Client, num_requests: int) -> None:
-    """Print the number of steps from the worker's heartbeat as soon as the heartbeat includes all requests."""
+    """Wait until the worker's heartbeat includes all requests, then print the heartbeat's step count."""
     deadline = time.monotonic() + JOB_TIMEOUT_S
     while time.monotonic() < deadline:
         for worker in client.workers():

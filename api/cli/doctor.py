@@ -98,7 +98,7 @@ _MARKS: dict[Level, str] = {"ok": "[green]✔[/]", "warning": "[bold yellow]![/]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check: what was found, and a remedy unless `level` is ok."""
+    """The result of a check: the finding, and a remedy unless `level` is ok."""
 
     level: Level
     name: str
@@ -110,9 +110,9 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def doctor_command(redis: RedisOption = None, json: JsonOption = False) -> None:
-    """Check the installation, this machine and Redis. Each problem is printed with its remedy.
+    """Check the installation, this machine and Redis, and print each problem with its remedy.
 
-    The command changes nothing. The exit code is 1 if there is an error, and 0 if there are only warnings.
+    The command doesn't change anything. The exit code is 1 if there is an error, and 0 if there are only warnings.
 
     Example:  cellama doctor
     """
@@ -129,7 +129,7 @@ def doctor_command(redis: RedisOption = None, json: JsonOption = False) -> None:
 def _checks(redis: str | None) -> dict[str, Check]:
     """Return all checks keyed by name, in output order.
 
-    If the settings are invalid, only the checks that don't need settings are returned.
+    If the settings are invalid, return only the checks that don't need settings.
     """
     checks: dict[str, Check] = {"Python": check_python, "packages": check_packages, "llama.cpp": check_llama_cpp}
     try:
@@ -146,7 +146,7 @@ def _checks(redis: str | None) -> dict[str, Check]:
 
 
 def run_checks(checks: dict[str, Check], timeout_s: float = CHECK_TIMEOUT_S) -> list[Finding]:
-    """Run all checks at the same time, and return their findings in order. A check that fails becomes a finding."""
+    """Run all checks concurrently, and return their findings in order. A failed check becomes a finding."""
     results: dict[str, queue.SimpleQueue[list[Finding]]] = {name: queue.SimpleQueue() for name in checks}
     for name, check in checks.items():
         # Daemon threads, because a check that hangs, for example in a name lookup, must not keep the process alive.
@@ -192,7 +192,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 
 def check_python() -> Iterable[Finding]:
-    """Yield the Python version."""
+    """Yield a finding about the Python version."""
     version = platform.python_version()
     found = f"{version} on {platform.system()} {platform.machine()}, cellama {cellama_version()}"
     if sys.version_info[:2] > NEWEST_TESTED_PYTHON:
@@ -203,7 +203,7 @@ def check_python() -> Iterable[Finding]:
 
 
 def check_packages() -> Iterable[Finding]:
-    """Yield whether cellama supports the installed Celery, kombu and redis-py.
+    """Check whether cellama supports the installed Celery, kombu and redis-py.
 
     Workers support fewer versions than clients.
     """
@@ -224,7 +224,7 @@ def check_packages() -> Iterable[Finding]:
 
 
 def check_llama_cpp() -> Iterable[Finding]:
-    """Yield the llama.cpp build, and the CPU features and GPUs that it can't use."""
+    """Yield findings about the llama.cpp build, and about CPU features and GPUs that the build can't use."""
     if missing := _missing_modules():
         yield _not_installed(missing)
         return
@@ -239,7 +239,7 @@ def check_llama_cpp() -> Iterable[Finding]:
 
 
 def _missing_modules() -> list[str]:
-    """Return the modules that a worker needs and that are not installed."""
+    """Return the modules that a worker needs but that are not installed."""
     return [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
 
 
@@ -280,7 +280,7 @@ def read_build(argv: tuple[str, ...] = (sys.executable, "-m", "cellama.engine.ll
 
 
 def _install_command(option: str = "") -> str:
-    """Return the command that builds llama.cpp again with this CMake option."""
+    """Return the command that rebuilds llama.cpp with this CMake option."""
     requirement = "llama-cpp-python"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         declared = importlib.metadata.requires("cellama") or []
@@ -291,7 +291,7 @@ def _install_command(option: str = "") -> str:
 
 
 def _rebuild_remedy() -> str:
-    """Return a remedy that produces a llama.cpp build for this machine's CPU."""
+    """Return the remedy for a llama.cpp build that does not match this machine's CPU."""
     if has_compiler():
         return f"rebuild llama.cpp on this machine: {_install_command()}"
     return (
@@ -301,7 +301,7 @@ def _rebuild_remedy() -> str:
 
 
 def cpu_flags(path: Path = CPU_INFO) -> set[str]:
-    """Return the CPU features under Linux's names, or nothing on other systems."""
+    """Return the CPU features by their Linux names, or an empty set on other systems."""
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -311,10 +311,10 @@ def cpu_flags(path: Path = CPU_INFO) -> set[str]:
 
 
 def cpu_findings(features: list[str], flags: set[str], variant: str = "") -> Iterable[Finding]:
-    """Yield the CPU features that the build uses, the features that it lacks, and the features that the CPU lacks.
+    """Compare the CPU features that the llama.cpp build uses with the features that this CPU has.
 
-    `features` are the build's features, and `flags` are the CPU's features. Without flags, nothing is
-    compared. A build that chose the best `variant` for this CPU may lack some of its features.
+    `features` are the build's features, and `flags` are the CPU's features. If there are no flags, the features are not
+    compared. If llama.cpp chose the best `variant` for this CPU, features that the variant lacks are not reported.
     """
     used = [name for name in features if name in CPU_FLAGS]
     absent = [name for name in used if CPU_FLAGS[name] not in flags] if flags else []
@@ -351,7 +351,7 @@ def seen_gpus(folder: Path = PCI_DEVICES) -> list[str]:
 
 
 def gpu_findings(build: dict[str, Any], seen: list[str]) -> Iterable[Finding]:
-    """Yield the GPUs that llama.cpp can use, or why it can't use the GPUs in this machine."""
+    """Yield the GPUs that llama.cpp can use, or the reason why it can't use this machine's GPUs."""
     if build["gpus"]:
         yield Finding("ok", "GPU", ", ".join(build["gpus"]))
         return
@@ -371,7 +371,7 @@ def gpu_findings(build: dict[str, Any], seen: list[str]) -> Iterable[Finding]:
 
 
 def check_redis(settings: Settings) -> Iterable[Finding]:
-    """Yield the state of the configured Redis server: its version, memory, persistence, clock and workers."""
+    """Check the configured Redis server's version, memory, persistence, clock and workers."""
     limits = {"socket_connect_timeout": REDIS_TIMEOUT_S, "socket_timeout": REDIS_TIMEOUT_S}
     with connect(settings.redis_url, retry=Retry(NoBackoff(), 0), **limits) as redis:
         try:
@@ -389,7 +389,7 @@ def check_redis(settings: Settings) -> Iterable[Finding]:
 
 
 def server_findings(redis: Redis, shown_url: str) -> Iterable[Finding]:
-    """Yield the server's version, and whether its settings keep jobs safe."""
+    """Check the server's version, and whether its settings keep jobs safe."""
     try:
         info: dict[str, Any] = redis.info()
     except RedisError as error:
@@ -408,7 +408,7 @@ def server_findings(redis: Redis, shown_url: str) -> Iterable[Finding]:
 
 
 def version_finding(info: dict[str, Any], shown_url: str) -> Finding:
-    """Return whether cellama supports this server."""
+    """Return a finding on whether cellama supports this server."""
     is_valkey = "valkey_version" in info
     version = str(info.get("redis_version", ""))  # Valkey reports the version of Redis that it is compatible with
     shown = f"{'Valkey' if is_valkey else 'Redis'} {info['valkey_version'] if is_valkey else version} at {shown_url}"
@@ -422,7 +422,7 @@ def version_finding(info: dict[str, Any], shown_url: str) -> Finding:
 
 
 def memory_findings(info: dict[str, Any]) -> Iterable[Finding]:
-    """Yield whether Redis evicts jobs, and whether its memory is nearly full."""
+    """Check whether Redis can evict jobs, and whether its memory is nearly full."""
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     shown = f"{readable(used)} used of {readable(limit) if limit else 'unlimited memory'}"
     problem = _problem("maxmemory-policy", info)
@@ -436,7 +436,7 @@ def memory_findings(info: dict[str, Any]) -> Iterable[Finding]:
 
 
 def persistence_finding(info: dict[str, Any]) -> Finding:
-    """Return whether jobs survive a crash of Redis."""
+    """Return a finding on whether jobs survive a Redis crash."""
     if problem := _problem("appendonly", info):
         return Finding("warning", "Redis persistence", problem, REDIS_REMEDIES["appendonly"])
     if info.get("aof_last_write_status", "ok") != "ok":
@@ -448,19 +448,19 @@ def persistence_finding(info: dict[str, Any]) -> Finding:
 
 
 def _problem(setting: str, info: dict[str, Any]) -> str | None:
-    """Return the problem with a Redis setting as workers log it, without the remedy."""
+    """Return a Redis setting's problem as workers log it, without the remedy."""
     return next((text.partition("; ")[0] for text in problems_of(info) if text.startswith(setting)), None)
 
 
 def clock_difference_s(redis: Redis) -> float:
-    """Return how many seconds this machine's clock is ahead of Redis' clock."""
+    """Return how many seconds this machine's clock is ahead of the Redis clock."""
     before = time.time()
     at_redis = redis_time(redis)
     return (before + time.time()) / 2 - at_redis
 
 
 def clock_finding(difference_s: float) -> Finding:
-    """Return whether the clocks of this machine and Redis agree."""
+    """Return a finding on whether the clocks of this machine and Redis agree."""
     if abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S:
         return Finding("ok", "clock", f"less than {MAX_CLOCK_DIFFERENCE_S:g} s from the clock of Redis")
     direction = "ahead of" if difference_s > 0 else "behind"
@@ -469,7 +469,7 @@ def clock_finding(difference_s: float) -> Finding:
 
 
 def worker_findings(workers: list[WorkerEntry], version: str | None = None) -> Iterable[Finding]:
-    """Compare the versions of the live workers with each other and with this command's `version`."""
+    """Compare the live workers' versions with each other and with this command's `version`."""
     version = cellama_version() if version is None else version
     if not workers:
         yield Finding("ok", "workers", "none is running; `cellama up` or `cellama worker` starts one")
@@ -506,7 +506,7 @@ def _names(names: list[str]) -> str:
 
 
 def check_disk(settings: Settings) -> Iterable[Finding]:
-    """Yield the free space in the directories that cellama writes to."""
+    """Check the free space in the directories that cellama writes to."""
     yield directory_finding("data_dir", settings.data_dir.expanduser())
     if settings.cache_dir is not None:
         folder = Path(settings.cache_dir).expanduser()
@@ -514,7 +514,7 @@ def check_disk(settings: Settings) -> Iterable[Finding]:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Return the size of all files in a directory. Files that workers remove in the meantime are skipped."""
+    """Return the total size of all files in a directory. Files that workers delete in the meantime are skipped."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -524,7 +524,10 @@ def _used_bytes(folder: Path) -> int:
 
 
 def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Finding:
-    """Return whether a directory is writable and has enough free space. It need not exist yet."""
+    """Return a finding on whether a directory is writable and has enough free space.
+
+    The directory may not exist yet.
+    """
     existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))  # False without access
     free = shutil.disk_usage(existing).free
     shown = f"{setting} {folder}: {readable(free)} free"
@@ -542,7 +545,7 @@ def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Find
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port on which one of cellama's services listens by default, and how to recognize the service there."""
+    """The default port of a cellama service, and how to recognize the service on that port."""
 
     service: str
     number: int
@@ -553,7 +556,7 @@ class Port:
 
 
 def check_ports(settings: Settings) -> Iterable[Finding]:
-    """Yield whether the ports of cellama's services are free, used by these services, or used by other programs."""
+    """Check whether the ports of cellama's services are free, used by these services, or used by other programs."""
     choose = "if you use this service, choose another port with"
     ports = [
         Port("gateway", GATEWAY_PORT, "/health", '{"status":"ok"}', f"{choose} `cellama gateway --port`"),
@@ -568,7 +571,7 @@ def check_ports(settings: Settings) -> Iterable[Finding]:
 
 
 def port_findings(ports: list[Port]) -> Iterable[Finding]:
-    """Yield one finding for all usable ports, and one finding for each port that another program occupies."""
+    """Yield one finding for all usable ports, and one for each port that another program uses."""
     usable: dict[str, list[str]] = {"free": [], "in use by cellama": []}
     for port in ports:
         try:
@@ -584,7 +587,7 @@ def port_findings(ports: list[Port]) -> Iterable[Finding]:
 
 
 def _is_service(port: Port) -> bool:
-    """Return whether cellama's service answers on this port."""
+    """Return whether the cellama service answers on this port."""
     connection = http.client.HTTPConnection(port.host, port.number, timeout=HTTP_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", port.path)

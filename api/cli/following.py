@@ -1,4 +1,7 @@
-"""Follow a job until it finishes: show its position while it waits, its text while it runs, and its outcome."""
+"""Follow a job until it finishes.
+
+Show its position while it is waiting, its text while it is running, and its outcome.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ PING_S = 1.0  # between two updates of the position of a job that produces no ou
 class SilenceTimeout:
     """Limits how long a job may produce no output.
 
-    The time that a job spends waiting for a slot does not count while a worker is serving its model.
+    While a worker is serving the model, waiting for a slot does not count.
     """
 
     def __init__(self, job_id: str, patience_s: float, *, allow_unserved: bool = False) -> None:
         """Create the timeout for one job.
 
-        With `allow_unserved`, waiting for a worker that serves the model does not count either.
+        With `allow_unserved`, time spent waiting for a worker that serves the model does not count either.
         """
         self._job_id = job_id
         self._patience_s = patience_s
@@ -42,7 +45,7 @@ class SilenceTimeout:
         self._last_event_at = time.monotonic()
 
     def describe(self, position: Position) -> str:
-        """Return the job's state as text. Raises JobTimeout."""
+        """Return the job's state as text. Raises JobTimeout if the job has produced no output for too long."""
         now = time.monotonic()
         if position.state == "waiting" and (position.served or self._allow_unserved):
             self._last_event_at = now
@@ -59,7 +62,7 @@ class SilenceTimeout:
         return f"job {self._job_id} is waiting: {position.ahead} job(s) ahead, {self._estimate(position, now)}"
 
     def _estimate(self, position: Position, now: float) -> str:
-        """Estimate when the job gets a slot. The estimate starts when the number of jobs ahead last changed."""
+        """Estimate when the job will get a slot. The estimate starts when the number of jobs ahead last changed."""
         if not position.served:
             return "no worker serves its model"
         if position.eta_s is None:
@@ -70,7 +73,7 @@ class SilenceTimeout:
 
 @contextlib.contextmanager
 def cancelled_with(job: Job[Any]) -> Iterator[None]:
-    """Cancel the job on Ctrl-C, or if the program reading the output has closed the pipe."""
+    """Cancel the job on Ctrl-C, or if the program that reads the output closes the pipe."""
     try:
         yield
     except (KeyboardInterrupt, BrokenPipeError):
@@ -101,7 +104,7 @@ def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
 
 
 def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
-    """Yield a job's events. While there are no events, show the job's state on stderr."""
+    """Yield a job's events. Until the next event arrives, show the job's state on stderr."""
     with err.status("…") as spinner:
         spinner.stop()
         for event in job.stream(timeout=math.inf, ping=PING_S):

@@ -1,4 +1,4 @@
-"""Format `--help` as plain text that has a section for each group of options and never cuts off names."""
+"""Format `--help` as plain text with a section for each option group. Names are never cut off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ARGUMENTS, OPTIONS = "Arguments", "Options"  # default sections for parameters
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose help has a section for each group of options."""
+    """A command whose help has a section for each option group."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         for paragraph in cleandoc(self.help or "").split("\n\n"):
@@ -28,7 +28,7 @@ class HelpfulCommand(TyperCommand):
 
 
 class HelpfulGroup(TyperGroup):
-    """A group whose help shows the whole first paragraph of each command."""
+    """A command group whose help shows the whole first paragraph of each command's help."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)

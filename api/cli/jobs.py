@@ -16,8 +16,8 @@ from .options import JsonOption, PatienceOption
 from .output import err, out, plural, print_error, print_json, readable_time, table_of
 
 DEFAULT_LIMIT = 50  # jobs: about one screen
-JobArgument = Annotated[str, typer.Argument(help="Id of the job.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Show only jobs of this model.")]
+JobArgument = Annotated[str, typer.Argument(help="Job id.")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Show only jobs for this model.")]
 
 
 def jobs_list_command(
@@ -25,7 +25,7 @@ def jobs_list_command(
     limit: Annotated[int, typer.Option(help="Maximum number of jobs to show.", min=1)] = DEFAULT_LIMIT,
     json: JsonOption = False,
 ) -> None:
-    """List running and waiting jobs, including jobs of models that no worker serves.
+    """List running and waiting jobs, including jobs for models that no worker serves.
 
     Example:  cellama jobs list --model tiny
     """
@@ -48,7 +48,7 @@ def jobs_list_command(
 
 
 def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience: PatienceOption = 60.0) -> None:
-    """Stream the output of a job from its start until it finishes. Ctrl-C does not cancel the job.
+    """Stream a job's output from the start until the job finishes. Ctrl-C does not cancel the job.
 
     Example:  cellama jobs follow 5f0c…
     """
@@ -102,7 +102,7 @@ def queue_purge_command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Cancel all waiting jobs of a model. Running jobs continue, and bulk runs resend their lines.
+    """Cancel all waiting jobs for a model. Running jobs continue, and bulk runs resend their lines.
 
     Example:  cellama queue purge tiny --yes
     """
@@ -117,7 +117,7 @@ def queue_purge_command(
 
 
 def dead_list_command(json: JsonOption = False) -> None:
-    """List dead jobs, which cellama gave up on because their workers crashed three times.
+    """List dead jobs. A job is dead after its workers have crashed three times.
 
     Example:  cellama dead list
     """
@@ -138,10 +138,10 @@ def dead_list_command(json: JsonOption = False) -> None:
 
 
 def dead_requeue_command(
-    job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or all.")],
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or all to requeue every dead job.")],
     json: JsonOption = False,
 ) -> None:
-    """Queue dead jobs again, under new ids.
+    """Requeue dead jobs under new ids.
 
     Example:  cellama dead requeue all
     """

@@ -29,9 +29,11 @@ _T = TypeVar("_T")
 def keys_create_command(
     tenant: Annotated[
         str,
-        typer.Argument(help="Tenant of the key. Keys of the same tenant share cached prefixes, files and responses."),
+        typer.Argument(
+            help="Tenant that owns the key. Keys of the same tenant share cached prefixes, files and responses."
+        ),
     ],
-    name: Annotated[str, typer.Option(help="Name of the key, shown in `cellama keys list`.")] = "",
+    name: Annotated[str, typer.Option(help="Key name shown in `cellama keys list`.")] = "",
     model: Annotated[
         list[str] | None,
         typer.Option("--model", "-m", help="Model that requests may use. Can be repeated (default: all)."),
@@ -40,13 +42,17 @@ def keys_create_command(
         list[str] | None,
         typer.Option("--adapter", help="LoRA adapter that requests may use. Can be repeated (default: all)."),
     ] = None,
-    no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Reject requests that name an adapter.")] = False,
+    no_adapters: Annotated[
+        bool, typer.Option("--no-adapters", help="Reject requests that specify an adapter.")
+    ] = False,
     priority: Annotated[
         str | None,
-        typer.Option(help="Highest service tier that requests may use, and their default: flex, default or priority."),
+        typer.Option(
+            help="Highest service tier that requests may use, which is also their default: flex, default or priority."
+        ),
     ] = None,
     admin: Annotated[
-        bool, typer.Option("--admin", help="Let the owner of the key see all tenants and manage keys in the console.")
+        bool, typer.Option("--admin", help="Allow the key's owner to see all tenants and manage keys in the console.")
     ] = False,
     requests_per_minute: Annotated[
         int | None, typer.Option(help="Maximum number of requests in any 60 seconds.")
@@ -56,11 +62,11 @@ def keys_create_command(
     ] = None,
     concurrent_jobs: Annotated[int | None, typer.Option(help="Maximum number of simultaneous jobs.")] = None,
     expires_in: Annotated[
-        str | None, typer.Option(help="Lifetime, for example 30m, 12h, 90d or 4w (default: unlimited).")
+        str | None, typer.Option(help="Lifetime of the key, for example 30m, 12h, 90d or 4w (default: unlimited).")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Create an API key for the gateway and print it. cellama stores only a digest and can't show the key again.
+    """Create an API key for the gateway and print it. Only a digest is stored, so the key can't be shown again.
 
     Clients send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`. Without options, a key has no limits.
 
@@ -104,7 +110,7 @@ def _show(key: KeyText, entry: KeyEntry) -> None:
 
 
 def keys_list_command(json: JsonOption = False) -> None:
-    """List the gateway's API keys with their tenants, limits and last use.
+    """List the gateway's API keys with their tenants, limits and last-used times.
 
     Example:  cellama keys list
     """
@@ -123,7 +129,7 @@ def keys_list_command(json: JsonOption = False) -> None:
 
 
 def _cells(key: KeyLookup) -> Iterator[str]:
-    """Yield the cells of a key's row. They wrap on an 80-column terminal."""
+    """Yield the cells of a key's table row. Long cells wrap on an 80-column terminal."""
     entry = key.entry
     assert entry is not None
     yield entry.id
@@ -138,11 +144,11 @@ def _cells(key: KeyLookup) -> Iterator[str]:
 
 def keys_revoke_command(
     key_id: Annotated[
-        str, typer.Argument(metavar="KEY_ID", help="Id of the key, as `cellama keys list` shows it, or the key itself.")
+        str, typer.Argument(metavar="KEY_ID", help="Key id as shown by `cellama keys list`, or the key itself.")
     ],
     json: JsonOption = False,
 ) -> None:
-    """Revoke an API key. New requests with it are rejected, and running requests finish.
+    """Revoke an API key. New requests with the key are rejected, but running requests can finish.
 
     Example:  cellama keys revoke 4k2m9x0c7d1a
     """

@@ -1,6 +1,7 @@
-"""The commands that measure this machine: `tune`, whose result later loads use, and `bench`.
+"""The commands `tune` and `bench`, which measure this machine.
 
-Both run the engine in another process, because `api` never imports it.
+Later model loads use the results of `tune`. Both commands run the engine in another process because `api` never imports
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def tune_command(
     model: Annotated[
         str, typer.Argument(help="Id of a model in the settings, path of a GGUF file, hf://…, or bundled://tiny.")
     ],
-    seconds: Annotated[float, typer.Option(min=1, help="Time limit for measuring, in seconds.")] = 150.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Time limit for the measurement, in seconds.")] = 150.0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of threads to try (default: all cores).")
     ] = None,
@@ -47,7 +48,7 @@ def tune_command(
 ) -> None:
     """Find the fastest n_parallel, kv_layout, n_ubatch and threads for a model on this machine.
 
-    Later loads use the result for options that are set to "auto".
+    Later loads of the model use the result for options set to "auto".
 
     Example:  cellama tune model.gguf
     """
@@ -92,10 +93,7 @@ def _request(model: ModelSettings, seconds: float, threads: int | None, slots: i
 
 
 def _measure(request: dict[str, Any], *, shows_rows: bool) -> tuple[dict[str, Any], int]:
-    """Run the measuring process, and return its last message and its exit code.
-
-    After Ctrl-C, print the best result so far.
-    """
+    """Run the measuring process, and return its last message and exit code. On Ctrl-C, print the best result so far."""
     argv = [sys.executable, "-m", "cellama.engine.tuning"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -155,7 +153,7 @@ def _text_of(row: Row) -> str:
 
 
 def _explain(result: dict[str, Any], settings: ModelSettings) -> None:
-    """Print the chosen values, the machine that they are for, and the settings that override them."""
+    """Print the chosen values, the machine that they apply to, and the settings that override them."""
     machine, chosen = result["machine"], result["chosen"]["setup"]
     if not result["generates"]:
         out.print("an embedding model: only threads were tuned")

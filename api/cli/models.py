@@ -28,14 +28,17 @@ from .options import JsonOption
 from .output import NO_WORKERS, err, out, print_json, readable, readable_time, table_of
 
 WorkerOption = Annotated[
-    str | None, typer.Option("--worker", "-w", help="Act on this worker only, instead of on a pool.")
+    str | None, typer.Option("--worker", "-w", help="Apply the command to this worker only, instead of to a pool.")
 ]
 PoolOption = Annotated[
     str | None,
-    typer.Option("--pool", help="Act on all workers of this pool, and on workers that join it (default: all)."),
+    typer.Option(
+        "--pool",
+        help="Apply the command to all workers in this pool, including workers that join later (default: all pools).",
+    ),
 ]
-NameArgument = Annotated[str, typer.Argument(help="Name of the adapter.")]
-IdArgument = Annotated[str, typer.Argument(help="Id of the model.")]
+NameArgument = Annotated[str, typer.Argument(help="Adapter name.")]
+IdArgument = Annotated[str, typer.Argument(help="Model id.")]
 SHOWN_FINGERPRINT_DIGITS = 16  # --json prints all digits
 
 
@@ -98,18 +101,18 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
 
 
 def models_load_command(
-    model: Annotated[str, typer.Argument(help="Id for the model. If it is omitted, it is derived from SOURCE.")],
+    model: Annotated[str, typer.Argument(help="Model id (default: derived from SOURCE).")],
     source: Annotated[
         str | None, typer.Argument(help="Path of a GGUF file on the workers, hf://…, or bundled://tiny.")
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Option of the model as NAME=VALUE, as in cellama.toml. Can be repeated."),
+        typer.Option("--set", help="Model option as NAME=VALUE, with the names used in cellama.toml. Can be repeated."),
     ] = None,
     default: Annotated[bool, typer.Option("--default", help="Make this model the default model (`:default`).")] = False,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Timeout in seconds for the model to become ready.")] = LOAD_TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds for loading the model.")] = LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
     """Load a model on running workers, which continue to serve other models.
@@ -129,7 +132,9 @@ def models_unload_command(
     model_id: IdArgument,
     worker: WorkerOption = None,
     pool: PoolOption = None,
-    timeout: Annotated[float, typer.Option(help="Timeout in seconds for running jobs to finish.")] = UNLOAD_TIMEOUT_S,
+    timeout: Annotated[
+        float, typer.Option(help="Time in seconds to wait for running jobs to finish.")
+    ] = UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
     """Unload a model from running workers after its running jobs have finished.
@@ -150,7 +155,7 @@ def models_evict_command(
     timeout: Annotated[float, typer.Option(help="Timeout in seconds for writing KV states to disk.")] = EVICT_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Evict a model's KV states from idle slots and RAM. Valuable states are written to disk. Jobs continue.
+    """Evict a model's KV states from idle slots and RAM, and write valuable states to disk. Jobs continue.
 
     Example:  cellama models evict tiny
     """
@@ -162,7 +167,7 @@ def models_evict_command(
 def models_default_command(
     model_id: IdArgument, worker: WorkerOption = None, pool: PoolOption = None, json: JsonOption = False
 ) -> None:
-    """Make a model the default model, which serves jobs for `:default`.
+    """Make a model the default model, which runs jobs for `:default`.
 
     Example:  cellama models default big
     """
@@ -206,12 +211,14 @@ def adapter_load_command(
     source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file on the workers, or hf://….")],
     scale: Annotated[
         float,
-        typer.Option(help="Scale for jobs that don't choose adapters. With 0, only jobs that name the adapter use it."),
+        typer.Option(
+            help="Scale for jobs that don't choose adapters. If 0, only jobs that request the adapter use it."
+        ),
     ] = 1.0,
     worker: WorkerOption = None,
     pool: PoolOption = None,
     timeout: Annotated[
-        float, typer.Option(help="Timeout in seconds for the adapter to become ready.")
+        float, typer.Option(help="Timeout in seconds for loading the adapter.")
     ] = ADAPTER_LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
@@ -233,7 +240,7 @@ def adapter_scale_command(
     scale: Annotated[
         float,
         typer.Argument(
-            help="Scale for jobs that don't choose adapters. With 0, only jobs that name the adapter use it."
+            help="Scale for jobs that don't choose adapters. If 0, only jobs that request the adapter use it."
         ),
     ],
     worker: WorkerOption = None,
@@ -256,7 +263,7 @@ def adapter_unload_command(
     worker: WorkerOption = None,
     pool: PoolOption = None,
     timeout: Annotated[
-        float, typer.Option(help="Timeout in seconds for jobs that use the adapter to finish.")
+        float, typer.Option(help="Time in seconds to wait for jobs that use the adapter to finish.")
     ] = ADAPTER_UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
@@ -273,7 +280,10 @@ def adapter_unload_command(
 
 @contextlib.contextmanager
 def _loading(name: str, undo: str) -> Iterator[None]:
-    """Show that something is loading. After Ctrl-C, explain that the workers continue to load it."""
+    """Show that loading is in progress.
+
+    After Ctrl-C, explain that the workers continue to load the model or adapter.
+    """
     try:
         with err.status(f"loading {name} …"):
             yield
@@ -288,7 +298,7 @@ def _options(given: list[str]) -> dict[str, Any]:
     for entry in given:
         name, equals, text = entry.partition("=")
         if not equals:
-            raise InvalidJob(f"--set: {entry!r} is not NAME=VALUE; use for example --set n_parallel=16")
+            raise InvalidJob(f"--set: {entry!r} is not NAME=VALUE; use, for example, --set n_parallel=16")
         try:
             options[name] = json_module.loads(text)
         except ValueError:
@@ -297,13 +307,13 @@ def _options(given: list[str]) -> dict[str, Any]:
 
 
 def _failures(client: Client, model_id: str, adapter: str | None = None) -> dict[str, LoadFailure]:
-    """Return the error of each worker that could not load or unload the model or the adapter."""
+    """Return the errors of workers that could not load or unload the model or adapter, keyed by worker."""
     found = {worker.name: thing for worker in client.workers() for thing in worker.wanted if thing["model"] == model_id}
     return {name: thing["why"] for name, thing in found.items() if thing["adapter"] == adapter and thing["why"]}
 
 
 def _report(json: bool, value: dict[str, Any], text: str, failures: dict[str, LoadFailure] | None = None) -> None:
-    """Print the outcome. `failures` contains the error of each worker on which the command has failed so far."""
+    """Print the outcome. `failures` maps the workers on which the command has failed so far to their errors."""
     if json:
         print_json(value)
         return
@@ -321,7 +331,7 @@ def num_params(count: int) -> str:
 
 
 def render_info(model: ModelView) -> RenderableType:
-    """Return the output of `cellama models info`."""
+    """Return the model description that `cellama models info` prints."""
     grid = Table.grid(padding=(0, 2))
     for name, value in _facts(model).items():
         grid.add_row(f"[dim]{name}[/]", value)
@@ -378,7 +388,7 @@ def _sizes(usage: DeviceUse) -> list[int]:
 
 
 def render_memory(workers: Sequence[MemoryView]) -> RenderableType:
-    """Return a table for each worker, which shows the worker's devices and the models below each device."""
+    """Return one table per worker, with the worker's devices and each device's models below it."""
     return Group(*(_worker_table(worker) for worker in workers))
 
 

@@ -1,4 +1,4 @@
-"""Define the options that several commands share, and derive options from job parameters."""
+"""Define shared command-line options, and derive options from job parameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one docume
 WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if no worker serves the model.")]
 FairnessKeyOption = Annotated[
     str | None,
-    typer.Option(help="Tenant for which the jobs run, such as org/team (default: from --cache-scope or the settings)."),
+    typer.Option(
+        help="Tenant that the jobs belong to, such as org/team (default: from --cache-scope or the settings)."
+    ),
 ]
 PatienceOption = Annotated[
-    float, typer.Option("--patience", help="Give up if a running job produces no output for this many seconds.")
+    float, typer.Option("--patience", help="Timeout in seconds for a running job that produces no output.")
 ]
 
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system", "input_extra"}
@@ -62,7 +64,7 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds an option for each job parameter to a command.
 
-    The command receives the parameters that the user has set, in the dictionary `params`.
+    The command receives the parameters set by the user in the dictionary `params`.
     """
     return lambda command: _with_options(job, command, without)
 
@@ -87,12 +89,12 @@ def _with_options(
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return the value of an option. A value that starts with "@" is read from the file that it names."""
+    """Return an option's value. If the value starts with "@", read it from the named file."""
     if name in _FROM_FILE and value.startswith("@"):
         try:
             value = Path(value[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(f"can't read the file of {value!r}: {error}", param_hint=_flag(name)) from None
+            raise typer.BadParameter(f"can't read the file in {value!r}: {error}", param_hint=_flag(name)) from None
     if name not in _JSON:
         return value
     try:
@@ -125,7 +127,7 @@ def _default_text(default: Any) -> str:
 
 
 def _kind(name: str, field: FieldInfo) -> Any:
-    """Return the option's type for typer, based on the field's default and annotation."""
+    """Return the typer type for an option, based on the field's default and annotation."""
     if name in _FROM_FILE:
         return str
     if name in _NUMBERS:

@@ -1,4 +1,4 @@
-"""Print text, tables, JSON, warnings and errors. Text printed on a terminal contains no control characters."""
+"""Print text, tables, JSON, warnings and errors. Control characters are removed from text printed on a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ err = _console(sys.stderr, stderr=True)
 
 
 def called() -> str:
-    """Return how the user can call this program: `cellama`, or its relative path if it is not on the PATH."""
+    """Return the command that runs this program: `cellama`, or its relative path if it is not on the PATH."""
     if shutil.which("cellama") or Path(sys.argv[0]).name != "cellama":
         return "cellama"
     return os.path.relpath(sys.argv[0])
@@ -70,10 +70,11 @@ def print_warning(message: str) -> None:
 
 
 def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:
-    """Return an empty table. Cells that are too long wrap, and nothing is cut off.
+    """Return an empty table.
 
-    `right` names the columns that are right-aligned because they contain numbers. `whole` names the columns
-    that never wrap because users copy their contents, such as ids. Both are lists separated by ", ".
+    Long cells wrap and are never cut off. `right` lists the right-aligned columns, which contain numbers. `whole` lists
+    the columns that never wrap because users copy their contents, such as ids. Both are strings of column names
+    separated by ", ".
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:

@@ -1,4 +1,4 @@
-"""The commands that run services on this machine: up, worker, gateway and metrics."""
+"""The commands `up`, `worker`, `gateway` and `metrics`, which run services on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GATEWAY_TIMEOUT_S = 5.0  # timeout for one response of the gateway
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
     list[str] | None,
-    typer.Option("--model", "-m", help="Model to serve, as ID=SOURCE. Can be repeated."),
+    typer.Option("--model", "-m", help="Model to serve as ID=SOURCE. Can be repeated."),
 ]
 RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL (default: CELLAMA_REDIS_URL).")]
 GATEWAY_PORT = 8000
@@ -54,13 +54,14 @@ SOCKET_TIMEOUT_S = 2.0  # less than the timeout of Prometheus, even if it scrape
 
 
 class NotInstalled(Exception):
-    """Packages of an optional extra are not installed. The message names the extra."""
+    """The packages of an optional extra are not installed. The error message names the extra."""
 
 
 def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
-    """Run a worker, which loads models and runs their jobs. A worker process that crashes is restarted.
+    """Run a worker, which loads models and runs their jobs.
 
-    After SIGTERM or Ctrl-C, the worker finishes its running jobs. A second signal hands them to other workers.
+    If the worker process crashes, it is restarted. After SIGTERM or Ctrl-C, the worker finishes its running jobs. A
+    second signal hands these jobs over to other workers.
 
     Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
     """
@@ -85,10 +86,10 @@ def up_command(
     flower_address: Annotated[
         str, typer.Option(help="Address on which Flower listens. Addresses other than loopback require a password.")
     ] = LOOPBACK,
-    flower: Annotated[bool, typer.Option(help="Start Flower, which shows tasks and workers in a browser.")] = True,
+    flower: Annotated[bool, typer.Option(help="Start Flower to monitor tasks and workers in a browser.")] = True,
     gateway_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Loopback port of the OpenAI-compatible gateway (default: no gateway)."),
+        typer.Option(min=1, max=65535, help="Loopback port for the OpenAI-compatible gateway (default: no gateway)."),
     ] = None,
 ) -> None:
     """Run everything on this machine: a worker, Flower, and Redis unless one is reachable. Ctrl-C stops everything.
@@ -125,7 +126,7 @@ def up_command(
 
 
 def _check_services(flower_port: int | None, gateway_port: int | None) -> None:
-    """Check that Flower and the gateway can start if they have ports. Raises NotInstalled or PortTaken."""
+    """Check that Flower and the gateway can start if they are enabled. Raises NotInstalled or PortTaken."""
     if flower_port is not None:
         if importlib.util.find_spec("flower") is None:
             raise NotInstalled("Flower is not installed; run `pip install 'cellama[flower]'`, or use --no-flower")
@@ -148,7 +149,7 @@ class _RedisChild(Child):
 
 
 def apply(models: list[str] | None, redis: str | None) -> Settings:
-    """Set options in the environment, so that child processes also use them. Raises SettingsError."""
+    """Set options in the environment so that child processes also use them. Raises SettingsError."""
     if models:
         os.environ["CELLAMA_MODELS"] = ",".join(models)
     if redis:
@@ -219,7 +220,8 @@ def _answers_without_password(host: str, port: int) -> bool:
 def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = None) -> None:
     """Wait until the worker serves its models.
 
-    Raises RedisServerError with the end of its log if it exits, and KeyboardInterrupt if a stop is requested.
+    Raises RedisServerError with the end of the worker's log if the worker exits, and KeyboardInterrupt if a stop is
+    requested.
     """
     with connect(url) as client:
 
@@ -230,7 +232,10 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
 
 
 def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Supervisor) -> None:
-    """If there is a gateway, wait until it can serve requests. Raises the same errors as `wait_for_worker`."""
+    """Wait until the gateway can serve requests, if a gateway was started.
+
+    Raises the same errors as `wait_for_worker`.
+    """
     if gateway is not None and port is not None:
         _wait_for(gateway, lambda: _is_ready(port), "waiting for the gateway …", supervisor)
 
@@ -273,7 +278,7 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """Return USER:PASSWORD from the environment. If unset, return None on loopback, or else new credentials."""
+    """Return USER:PASSWORD from the environment. If unset, return None on loopback, otherwise new credentials."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given
@@ -329,7 +334,7 @@ def gateway_command(
 
     The console shows queues and jobs in a browser: http://127.0.0.1:8000/console
 
-    After SIGTERM or Ctrl-C, running requests finish.
+    After SIGTERM or Ctrl-C, the gateway lets running requests finish before it exits.
 
     Example:  cellama gateway --port 8000
     """
@@ -353,16 +358,16 @@ def gateway_command(
 
 def metrics_command(
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Anyone who can reach it can read the metrics.")
+        str, typer.Option(help="Address to listen on. Anyone who can reach this address can read the metrics.")
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = METRICS_PORT,
     redis: RedisOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
 ) -> None:
-    """Serve metrics about queues, leases, bulk runs and tenants for Prometheus. Run one instance per Redis.
+    """Serve metrics about queues, leases, bulk runs and tenants for Prometheus.
 
-    Workers serve their own metrics if metrics_port is set, and the gateway serves its own metrics at /metrics. With
-    --once, the exit code is 3 if Redis does not answer.
+    Run one instance per Redis server. Workers serve their own metrics if metrics_port is set, and the gateway serves
+    its own metrics at /metrics. With --once, the exit code is 3 if Redis does not answer.
 
     Example:  cellama metrics --once
     """
@@ -382,7 +387,7 @@ def metrics_command(
             server = MetricsServer(host, port, scrape)
         except OSError as error:
             raise PortTaken(
-                f"can't listen on port {port} of {host}: {error}; choose another port with --port"
+                f"can't listen on port {port} on {host}: {error}; choose another port with --port"
             ) from None
         err.print(f"metrics: {url_of(host, port)}/metrics, Redis {settings.redis_url_masked}", markup=False)
         stopped = threading.Event()

@@ -1,4 +1,4 @@
-"""The commands `status` and `top`, which show workers, models and queues, or the state of one job."""
+"""The commands `status` and `top`, which show workers, models and queues. `status` can also show a single job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ View = TypeVar("View")
 
 def status_command(
     job_id: Annotated[
-        str | None, typer.Argument(help="Id of the job to show, with its state and estimated start.")
+        str | None, typer.Argument(help="Show the state and estimated start of the job with this id.")
     ] = None,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
@@ -68,7 +68,9 @@ def top_command(
     every: Annotated[float, typer.Option(min=0.2, max=60.0, help="Refresh interval in seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the screen once and exit.")] = False,
 ) -> None:
-    """Watch queues, tenants, models and workers on one screen, with the slowest and busiest first. Ctrl-C exits.
+    """Watch queues, tenants, models and workers on one screen, sorted so that the slowest and busiest come first.
+
+    Ctrl-C exits.
 
     Example:  cellama top --every 2
     """
@@ -80,12 +82,12 @@ def top_command(
 
 
 def read_status(client: Client) -> dict[str, Any]:
-    """Return what `status` shows. Raises RedisUnreachable or RedisRefused."""
+    """Return the data that `status` shows. Raises RedisUnreachable or RedisRefused."""
     return {**client.stats(), "live": [asdict(worker) for worker in client.workers()]}
 
 
 def read_screen(client: Client) -> dict[str, Any]:
-    """Return what `top` shows. Raises RedisUnreachable or RedisRefused."""
+    """Return the data that `top` shows. Raises RedisUnreachable or RedisRefused."""
     return {**read_status(client), "dead": client.dead(), "tenants": client.tenants()}
 
 
@@ -100,9 +102,9 @@ def _watch(
     *,
     full_screen: bool,
 ) -> None:
-    """Show the result of `read` until Ctrl-C. While Redis does not answer, show the last view and the problem.
+    """Call `read` repeatedly and show its result until Ctrl-C.
 
-    Raises the errors that the first call to `read` raises.
+    While Redis does not answer, show the last result and the problem. Raises the errors of the first call to `read`.
     """
     with contextlib.suppress(KeyboardInterrupt):
         view, problem = read(), None
@@ -120,7 +122,7 @@ def _watch(
 
 
 def _hit_rate(counts: dict[str, Any]) -> str:
-    """Return the share of prompts that had a prefix in the cache."""
+    """Return the share of prompts for which the cache contained a prefix."""
     looked_up = counts["cache_hits"] + counts["cache_misses"]
     return f"{100 * counts['cache_hits'] / looked_up:.0f} %" if looked_up else "-"
 
@@ -144,7 +146,7 @@ def _coloured(text: str, value: float, high: float, very_high: float) -> str:
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
-    """Return the tables of all workers, followed by the totals and the queues."""
+    """Return the table of each worker, followed by the totals and the queues."""
     if status["live"]:
         tables = map(_worker_status, status["live"])
         return Group(*tables, *_totals(status["totals"], status["age_s"]), *_queue_lines(status))
@@ -152,7 +154,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
 
 
 def _worker_status(worker: dict[str, Any]) -> RenderableType:
-    """Return a table of a worker's models that fits into 80 columns."""
+    """Return a table of a worker's models that fits in 80 columns."""
     pool = "" if worker["pool"] == "default" else f" · pool {escape(worker['pool'])}"
     title = f"{escape(worker['name'])} [dim]pid {worker['pid']}{pool}[/]"
     columns = ("model", "slots", "wait", "tok/s", "KV", "hits", "done", "threads")
@@ -180,7 +182,7 @@ def _status_cells(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _disk_lines(models: list[dict[str, Any]]) -> list[str]:
-    """Return how full each KV state directory is. Models that share a directory may report different sizes."""
+    """Return how full each KV state directory is. Models that share a directory may report different sizes for it."""
     used_by_quota: dict[int, int] = {}
     for engine in filter(None, (model["engine"] for model in models)):
         quota, used = engine.get("disk_quota_bytes", 0), engine.get("disk_used_bytes", 0)
@@ -192,7 +194,7 @@ def _disk_lines(models: list[dict[str, Any]]) -> list[str]:
 
 
 def _difference(thing: dict[str, Any]) -> str:
-    """Return how a worker differs from its desired state in one model or adapter, or "" if it does not differ."""
+    """Return how a worker's model or adapter differs from the desired state, or "" if it does not differ."""
     if thing["state"] == "ready":
         return ""
     name = f"model {thing['model']}" if thing["adapter"] is None else f"adapter {thing['adapter']} of {thing['model']}"
@@ -202,7 +204,7 @@ def _difference(thing: dict[str, Any]) -> str:
 
 
 def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
-    """Return the totals of all workers and the age of these values."""
+    """Return the totals over all workers, and the age of these values."""
     hits = ", ".join(f"{totals[f'cache_hits_{kind}']} {name}" for kind, name in HITS.items())
     disk = f"; on disk: {totals['disk_saves']} written, {totals['disk_loads']} read" if totals["disk_saves"] else ""
     return [
@@ -215,7 +217,7 @@ def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
 
 
 def _queue_lines(status: dict[str, Any]) -> list[str]:
-    """Return a line with all queues that have jobs, and a line for each queue that no worker serves."""
+    """Return one line that lists all queues with jobs, and one line for each queue that no worker serves."""
     unserved = status["unserved"]
     counts = {model: max(status["waiting"][model], status["queues"][model]) for model in status["waiting"]}
     served = [model for model, count in counts.items() if count and model not in unserved]
@@ -230,7 +232,7 @@ def _queue_lines(status: dict[str, Any]) -> list[str]:
 
 
 def _queue_text(model: str, count: int, classes: dict[str, Any]) -> str:
-    """Return the number of waiting jobs, and the estimated wait for a new job of each class.
+    """Return the number of waiting jobs, and the estimated wait for a new job of each priority class.
 
     The estimates differ because urgent jobs don't wait for bulk jobs.
     """
@@ -277,7 +279,7 @@ def _render_screen(view: dict[str, Any], problem: str | None) -> RenderableType:
 
 
 def render_screen(view: dict[str, Any], problem: str | None, height: int) -> RenderableType:
-    """Return the screen of `top` in at most `height` lines."""
+    """Return the `top` screen in at most `height` lines."""
     shares = view["tenants"] if len(view["tenants"]) > 1 else []  # one tenant has everything
     fixed_lines, num_parts = (FIXED_LINES + SHARE_LINES, 5) if shares else (FIXED_LINES, 4)
     max_rows = max(MIN_ROWS, (height - fixed_lines) // num_parts)  # rows of each table, and of the errors
@@ -303,7 +305,7 @@ def _summary(view: dict[str, Any]) -> str:
 
 
 def _queue_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return the table of queues that have jobs.
+    """Return the table of all queues with jobs.
 
     Queues without a worker come first, followed by the queues with the longest waits. The two priority classes have
     separate estimates, because a new urgent job does not wait for bulk jobs.
@@ -325,14 +327,14 @@ def _queue_table(view: dict[str, Any], max_rows: int) -> Table:
 
 
 def _longest_waits(classes: dict[str, Any]) -> tuple[float, float]:
-    """Return the longest estimate and the longest wait so far, in seconds, among the classes that have jobs."""
+    """Return the longest estimate and longest wait so far, in seconds, among the priority classes that have jobs."""
     busy = [found for found in classes.values() if found["waiting"]]
     longest_eta_s = max((found["eta_s"] or 0.0 for found in busy), default=0.0)
     return longest_eta_s, max((found["oldest_s"] for found in busy), default=0.0)
 
 
 def _num_plain_messages(view: dict[str, Any], model: str) -> int:
-    """Return the number of messages in an unserved queue that are not jobs yet, because no worker has read them."""
+    """Return the number of messages in an unserved queue that are not yet jobs because no worker has read them."""
     return max(0, view["queues"][model] - view["waiting"][model]) if model in view["unserved"] else 0
 
 
@@ -341,7 +343,7 @@ def _wait(seconds: float | None) -> str:
 
 
 def _model_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return a table of all workers' models, busiest first."""
+    """Return the table of all workers' models, busiest first."""
     found = [(worker, model) for worker in view["live"] for model in worker["models"]]
     found.sort(key=lambda pair: (-_load(pair[1]), pair[1]["id"], pair[0]["name"]))
     numbers = ("slots", "wait", "tok/s", "KV", "hits", "lost slots", "errors")
@@ -382,7 +384,7 @@ def _num_errors(count: int) -> str:
 
 
 def _worker_table(view: dict[str, Any], max_rows: int) -> Table:
-    """Return the table of workers. Workers whose last heartbeat is oldest come first."""
+    """Return the table of workers, sorted by the age of their last heartbeat, oldest first."""
     workers = sorted(view["live"], key=lambda worker: (-int(worker["age_s"] / STALE_S), worker["name"]))
     table = table_of("worker", "pool", "seen", "cores", "missing models", right="seen, cores")
     for worker in workers[:max_rows]:

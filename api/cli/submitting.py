@@ -1,4 +1,4 @@
-"""The commands that submit one job and wait for its result: generate, chat, prefill, embed and rerank."""
+"""The commands `generate`, `chat`, `prefill`, `embed` and `rerank`, which submit one job and wait for its result."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def chat_command(
 
     Example:  cellama chat tiny "What is the capital of France?"
 
-    To pass tools, name a JSON file in the OpenAI format:  --tools @tools.json
+    To pass tools, specify a JSON file in OpenAI's format: --tools @tools.json
     """
     messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
     params = {**params, "fairness_key": fairness_key}
@@ -88,7 +88,7 @@ def prefill_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     prompt: Annotated[str | None, typer.Argument(help="Prompt, or - to read it from stdin.")] = None,
     system: Annotated[
-        str | None, typer.Option(help="System message of later chats. It is prefilled instead of a prompt.")
+        str | None, typer.Option(help="System message to prefill for later chats, instead of a prompt.")
     ] = None,
     json: JsonOption = False,
     wait: WaitOption = False,
@@ -116,18 +116,18 @@ def prefill_command(
 
 def embed_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
-    texts: Annotated[list[str], typer.Argument(help="Texts to embed, or - to read one per line from stdin.")],
+    texts: Annotated[list[str], typer.Argument(help="Texts to embed, or - to read one text per line from stdin.")],
     dimensions: Annotated[
-        int | None, typer.Option(help="Number of dimensions to keep per vector (default: all).")
+        int | None, typer.Option(help="Number of dimensions to keep in each vector (default: all).")
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Scale vectors to unit length.")] = True,
-    truncate: Annotated[bool, typer.Option(help="Truncate texts that are too long instead of rejecting them.")] = False,
+    truncate: Annotated[bool, typer.Option(help="Truncate overlong texts instead of rejecting them.")] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
     fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
 ) -> None:
-    """Compute embeddings of texts.
+    """Compute embeddings for texts.
 
     Example:  cellama embed tiny "a red fox" "a green frog" --json
     """
@@ -149,18 +149,18 @@ def embed_command(
 
 def rerank_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
-    query: Annotated[str, typer.Argument(help="Query that the documents should answer.")],
-    documents: Annotated[list[str], typer.Argument(help="Documents to rank, or - to read one per line from stdin.")],
+    query: Annotated[str, typer.Argument(help="Query to rank the documents by.")],
+    documents: Annotated[
+        list[str], typer.Argument(help="Documents to rank, or - to read one document per line from stdin.")
+    ],
     top_n: Annotated[int | None, typer.Option(help="Number of documents to show, best first (default: all).")] = None,
-    truncate: Annotated[
-        bool, typer.Option(help="Truncate documents that are too long instead of rejecting them.")
-    ] = False,
+    truncate: Annotated[bool, typer.Option(help="Truncate overlong documents instead of rejecting them.")] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
     fairness_key: FairnessKeyOption = None,
     patience: PatienceOption = 60.0,
 ) -> None:
-    """Rank documents by how well they answer a query.
+    """Rank documents by their relevance to a query.
 
     Example:  cellama rerank reranker "what eats frogs?" "a fox" "a stork"
     """
@@ -183,12 +183,12 @@ def _ranking(documents: list[str], results: list[Ranked]) -> Table:
 
 
 def _read(text: str) -> str:
-    """Return the text, or stdin if it is "-". Raises InvalidJob."""
+    """Return the text, or read it from stdin if the argument is "-". Raises InvalidJob."""
     return _read_stdin().rstrip("\n") if text == "-" else text
 
 
 def _read_lines(texts: list[str]) -> list[str]:
-    """Return the texts, or the lines of stdin if the only text is "-". Raises InvalidJob."""
+    """Return the texts, or the lines of stdin if the only argument is "-". Raises InvalidJob."""
     return _read_stdin().splitlines() if texts == ["-"] else texts
 
 
@@ -214,7 +214,7 @@ def _take_turn(
     wait: bool,
     params: dict[str, Any],
 ) -> None:
-    """Send a message, and add the message and its answer to the conversation. If there is no answer, add nothing."""
+    """Send a message, and add the message and its answer to the conversation. Without an answer, add neither."""
     turn: ChatMessage = {"role": "user", "content": text}
     try:
         answer = _run(client.chat(model, [*messages, turn], wait=wait, **params), json, patience_s, wait)
@@ -227,7 +227,7 @@ def _take_turn(
 
 
 def _read_message() -> str | None:
-    """Return the user's next message, which is never empty, or None at the end of the conversation."""
+    """Return the user's next nonempty message, or None at the end of the conversation."""
     while True:
         try:
             text = Prompt.ask("[bold green]you[/]", console=out).strip()

@@ -1,4 +1,4 @@
-"""`cellama tenants`: list tenants with their jobs and service, and set their weights and limits."""
+"""`cellama tenants`: list tenants with their jobs and recent service, and set their weights and limits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from .output import out, plural, print_json, table_of
 
 NUMBERS = "weight, waiting, running, tokens (1 h), share"
 KeyArgument = Annotated[
-    str, typer.Argument(help="Fairness key, such as org/team. An empty key means jobs without a key.")
+    str, typer.Argument(help="Fairness key, such as org/team. An empty key stands for jobs without a fairness key.")
 ]
-LimitArgument = Annotated[str, typer.Argument(help="Number of jobs, none, or default to use the workers' settings.")]
+LimitArgument = Annotated[
+    str, typer.Argument(help="Maximum number of jobs, none for no limit, or default to use the workers' settings.")
+]
 
 
 def tenants_list_command(json: JsonOption = False) -> None:
-    """List the tenants that have jobs, had service in the last hour, or have a weight or a limit.
+    """List tenants that have jobs, received service in the last hour, or have a weight or a limit.
 
     Example:  cellama tenants list
     """
@@ -56,7 +58,7 @@ def tenants_list_command(json: JsonOption = False) -> None:
 
 
 def tenants_show_command(key: KeyArgument, json: JsonOption = False) -> None:
-    """Show a tenant with the keys below it: weights, jobs, service in the last hour, and waiting jobs by queue.
+    """Show a tenant and its subkeys, with weights, jobs, service in the last hour, and waiting jobs per queue.
 
     Example:  cellama tenants show acme
     """
@@ -95,7 +97,7 @@ def tenants_show_command(key: KeyArgument, json: JsonOption = False) -> None:
 def tenant_table(
     shares: list[TenantShare], max_rows: int | None = None, limit_texts: Mapping[str, str] | None = None
 ) -> Table:
-    """Return the table of tenants, the most served first, with a limit column if there are any limits."""
+    """Return the table of tenants, sorted by service in descending order. A limit column is added if limits are set."""
     columns = f"{NUMBERS}, limit" if limit_texts else NUMBERS
     table = table_of("tenant", *columns.split(", "), right=columns)
     total = sum(share.service for share in shares) or 1.0
@@ -132,9 +134,11 @@ def _check(key: str) -> None:
 
 def tenants_set_weight_command(
     key: KeyArgument,
-    weight: Annotated[str, typer.Argument(help="Weight above 0, or default to use the one in the workers' settings.")],
+    weight: Annotated[
+        str, typer.Argument(help="Weight above 0, or default to use the weight from the workers' settings.")
+    ],
 ) -> None:
-    """Set the weight of a tenant's share, on all workers and from now on.
+    """Set the weight of a tenant's share on all workers, effective immediately.
 
     Example:  cellama tenants set-weight acme 3
     """
@@ -152,7 +156,7 @@ def tenants_set_weight_command(
 
 
 def tenants_set_limit_command(key: KeyArgument, limit: LimitArgument) -> None:
-    """Set how many of a tenant's jobs all workers may hold at the same time, from now on.
+    """Set how many of a tenant's jobs all workers together may hold at the same time, effective immediately.
 
     Example:  cellama tenants set-limit acme 4
     """
@@ -165,9 +169,9 @@ def tenants_set_limit_command(key: KeyArgument, limit: LimitArgument) -> None:
 
 
 def queue_set_limit_command(
-    model: Annotated[str, typer.Argument(help="Model whose jobs are limited.")], limit: LimitArgument
+    model: Annotated[str, typer.Argument(help="Id of the model whose jobs are limited.")], limit: LimitArgument
 ) -> None:
-    """Set how many of a model's jobs all workers may hold at the same time, from now on.
+    """Set how many of a model's jobs all workers together may hold at the same time, effective immediately.
 
     Example:  cellama queue set-limit tiny 8
     """

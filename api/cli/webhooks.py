@@ -21,7 +21,9 @@ _T = TypeVar("_T")
 
 
 def webhooks_create_command(
-    url: Annotated[str, typer.Argument(help="URL of the endpoint (https://…). Gateways must be able to reach it.")],
+    url: Annotated[
+        str, typer.Argument(help="URL of the endpoint (https://…). The gateways must be able to reach this URL.")
+    ],
     tenant: Annotated[
         str, typer.Option(help="Tenant whose events are sent (default: events of requests without an API key).")
     ] = "",
@@ -31,10 +33,10 @@ def webhooks_create_command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Create an endpoint that is notified when batches and responses finish. Its secret is shown only once.
+    """Create an endpoint that is notified when batches and responses finish.
 
-    Requests are signed according to Standard Webhooks, and retried for about three days until the endpoint answers with
-    a 2xx status.
+    The endpoint's secret is shown only once. Requests are signed according to Standard Webhooks, and retried for about
+    three days until the endpoint answers with a 2xx status.
 
     Example:  cellama webhooks create https://example.org/hooks --tenant acme
     """
@@ -62,7 +64,7 @@ async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
 
 
 def webhooks_list_command(json: JsonOption = False) -> None:
-    """List the endpoints with their tenants and events. An endpoint that answered 410 is disabled (off).
+    """List the endpoints with their tenants and events. An endpoint that has answered 410 is shown as off.
 
     Example:  cellama webhooks list
     """
@@ -82,11 +84,11 @@ def webhooks_list_command(json: JsonOption = False) -> None:
 
 def webhooks_delete_command(
     endpoint_id: Annotated[
-        str, typer.Argument(metavar="ENDPOINT_ID", help="Id of the endpoint, from `cellama webhooks list`.")
+        str, typer.Argument(metavar="ENDPOINT_ID", help="Endpoint id, as shown by `cellama webhooks list`.")
     ],
     json: JsonOption = False,
 ) -> None:
-    """Delete an endpoint. Pending retries are dropped.
+    """Delete an endpoint and drop its pending retries.
 
     Example:  cellama webhooks delete we_0f3a9c1d2b4e5f60
     """
@@ -99,7 +101,7 @@ def webhooks_delete_command(
 
 
 def _public_fields(endpoint: Endpoint) -> dict[str, Any]:
-    """Return the fields of an endpoint without its secret."""
+    """Return an endpoint's fields, except its secret."""
     return endpoint.model_dump(mode="json", exclude={"secret"})
 
 

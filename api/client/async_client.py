@@ -1,4 +1,4 @@
-"""The client for asyncio. It has the same methods as `Client`."""
+"""The asyncio client, which has the same methods as `Client`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 
 class AsyncJob(Generic[R]):
-    """A submitted job, for asyncio. `R` is the type of its result."""
+    """A submitted job for asyncio. `R` is the type of the job's result."""
 
     def __init__(self, client: AsyncClient, job_id: str) -> None:
         self.id = job_id
         self._client = client
 
     async def result(self, timeout: float | None = None) -> R:
-        """Wait for the result and return it, as `Job.result` does. No thread is blocked."""
+        """Wait for the result and return it, as `Job.result` does, but without blocking a thread."""
         return cast(R, await self._client.result(self.id, timeout))
 
     def stream(
@@ -59,7 +59,7 @@ class AsyncJob(Generic[R]):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        """Yield the job's events, as `Job.stream` does. No thread is blocked."""
+        """Yield the job's events, as `Job.stream` does, but without blocking a thread."""
         return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
 
     async def position(self) -> Position:
@@ -112,13 +112,13 @@ class _Stopped(Exception):
 
 
 class AsyncClient:
-    """The client for asyncio. It has the same methods as `Client`, and raises the same errors.
+    """The asyncio client, which has the same methods as `Client` and raises the same errors.
 
-    Short blocking calls run in threads, but streams don't. All streams of an event loop share two connections.
+    Short blocking calls run in threads, but streams don't. All streams in an event loop share two connections.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Create a client for the Redis at `url`, as `Client` does."""
+        """Create a client for the Redis server at `url`, as `Client` does."""
         self._client = Client(url)
         self._url = url
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
@@ -194,10 +194,10 @@ class AsyncClient:
         on_progress: OnProgress = lambda progress: None,
         **options: Unpack[BatchParams],
     ) -> object:
-        """Run every row as `Client.batch` does, but in another thread. This thread also calls `on_progress`.
+        """Run every row as `Client.batch` does, but in another thread.
 
-        Cancelling this coroutine interrupts the run. Call the method again with the same arguments to resume
-        it.
+        This thread also calls `on_progress`. Cancelling this coroutine interrupts the run. To resume the run, call the
+        method again with the same arguments.
         """
         stopping = threading.Event()
 
@@ -261,15 +261,15 @@ class AsyncClient:
     async def _cancel_shielded(self, job_id: str) -> None:
         """Cancel a job even if the caller is cancelled repeatedly, for example by an anyio cancel scope.
 
-        The call runs in a thread, because a new task would not start while the event loop is closing.
+        The call runs in a thread because a new task would not start while the event loop is closing.
         """
         cancelling = asyncio.get_running_loop().run_in_executor(None, self._client.cancel, job_id)
         await asyncio.shield(cancelling)
 
     async def result(self, job_id: str, timeout: float | None = None) -> Result:
-        """Wait for the result of a job and return it.
+        """Wait for a job's result and return it.
 
-        The method reads the stream while it waits, so no thread is blocked.
+        The method reads the job's stream while waiting, so no thread is blocked.
         """
         if not await asyncio.to_thread(has_result, self._client, job_id):
             unserved = unserved_wait(self._client)
@@ -283,7 +283,7 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.result, job_id, RESULT_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close the connections. Streams that are still being read in this event loop raise RuntimeError."""
+        """Close the connections. Open streams in this event loop raise RuntimeError."""
         if (streams := self._streams.pop(asyncio.get_running_loop(), None)) is not None:
             await streams.close()
         self._client.close()

@@ -1,4 +1,4 @@
-"""Explain how much of a job's prompt was reused, and what made it differ from the earlier turns of its conversation."""
+"""Explain how much of a job's prompt was reused, and where it differs from the conversation's earlier turns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EVICTED = "the KV state of the other common tokens was evicted, or is on another
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token at which a prompt differs from an earlier context, with the text around it.
+    """The first token at which a prompt differs from an earlier context, with the surrounding text.
 
     Each text is None if no worker could convert the tokens.
     """
@@ -54,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CacheExplanation:
-    """The tokens that a job reused from earlier contexts, and the reasons why it did not reuse more."""
+    """The tokens that a job reused from earlier contexts, and the reasons why it did not reuse more tokens."""
 
     job_id: str
     model: str
@@ -73,7 +73,7 @@ TextOf = Callable[[str, list[int]], str]  # returns the text of tokens of a mode
 
 
 def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
-    """Explain a finished job, named by its own id or by its answer's id. Raises UnknownJob."""
+    """Explain a finished job, which is identified by its own id or its answer's id. Raises UnknownJob."""
     job_id = _job_of(redis, job_id)
     started, done = _ends_of(redis, job_id)
     usage, replay = done["usage"], started.get("replay", ReplayFields())
@@ -105,7 +105,7 @@ def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
 
 
 def _job_of(redis: Redis, named: str) -> str:
-    """Return the id of a job that is named by its own id or by the id of a gateway answer.
+    """Return the id of a job that is identified by its own id or the id of a gateway answer.
 
     A response that was not stored is found only if its request had neither an API key nor a `cache_salt`.
     """

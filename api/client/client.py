@@ -1,4 +1,7 @@
-"""The client: submit, follow and cancel jobs, and control workers. `AsyncClient` has the same methods for asyncio."""
+"""The client, which submits, follows and cancels jobs, and controls workers.
+
+`AsyncClient` has the same methods for asyncio.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ FrameT = TypeVar("FrameT")  # a DataFrame of pandas or polars, or a Table of pya
 
 
 class Job(Generic[R]):
-    """A submitted job. `R` is the type of its result."""
+    """A submitted job. `R` is the type of the job's result."""
 
     def __init__(self, client: Client, job_id: str) -> None:
         self.id = job_id
@@ -107,7 +110,7 @@ class Job(Generic[R]):
     def result(self, timeout: float | None = None) -> R:
         """Wait for the result and return it.
 
-        Raises JobFailed, JobCancelled, and JobTimeout after `timeout` seconds. The job continues after a JobTimeout.
+        Raises JobFailed, JobCancelled, or JobTimeout after `timeout` seconds. The job continues after a JobTimeout.
         """
         return cast(R, self._client.result(self.id, timeout))
 
@@ -132,14 +135,14 @@ class Job(Generic[R]):
 
 
 class Client:
-    """Submits jobs to workers and controls workers, both through Redis. Threads can share a client.
+    """Submits jobs to workers and controls workers through Redis. Threads can share a client.
 
-    Every method raises RedisUnreachable if Redis does not answer, RedisRefused if it rejects a command, and RedisFull
-    if its memory is full.
+    Every method raises RedisUnreachable if Redis does not answer, RedisRefused if Redis rejects a command, and
+    RedisFull if the memory of Redis is full.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Create a client for the Redis at `url` (default: the setting `redis_url`).
+        """Create a client for the Redis server at `url` (default: the `redis_url` setting).
 
         The client connects when it sends its first command. The size limits in the settings apply to every URL.
         Raises ValueError if `url` is not a Redis URL.
@@ -161,11 +164,11 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[GenerateParams],
     ) -> Job[GenerateResult]:
-        """Submit a prompt to continue.
+        """Submit a prompt for the model to continue.
 
-        With `wait`, the job is queued even if no worker serves the model. A second call with the same
-        `idempotency_key` returns the same job while the job's result is stored. `fairness_key` names the tenant for
-        which the job runs (docs/fair-share.md). Raises InvalidJob, and UnknownModel if no worker serves the model.
+        With `wait`, the job is queued even if no worker serves the model. A second call with the same `idempotency_key`
+        returns the same job while the job's result is stored. `fairness_key` identifies the tenant that the job belongs
+        to (docs/fair-share.md). Raises InvalidJob, and UnknownModel if no worker serves the model.
         """
         return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, fairness_key, params)
 
@@ -179,7 +182,7 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[ChatParams],
     ) -> Job[ChatResult]:
-        """Submit a conversation to answer. Raises the same errors as `generate`."""
+        """Submit a conversation for the model to answer. Raises the same errors as `generate`."""
         return self._submit(TASK_CHAT, model, messages, wait, idempotency_key, fairness_key, params)
 
     def prefill(
@@ -223,7 +226,7 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[RerankParams],
     ) -> Job[RerankResult]:
-        """Submit documents to rank by how well they answer a query. Raises the same errors as `generate`."""
+        """Submit documents to rank by their relevance to a query. Raises the same errors as `generate`."""
         return self._submit(
             TASK_RERANK, model, query, wait, idempotency_key, fairness_key, {"documents": documents, **params}
         )
@@ -240,9 +243,9 @@ class Client:
     ) -> list[Job[GenerateResult]]:
         """Submit many prompts with the same parameters, and return the jobs in the same order.
 
-        This is much faster than calling `generate` for each prompt. All prompts are checked before any is
-        queued, and InvalidJob names the indexes of all invalid prompts. If each prompt has a key in
-        `idempotency_keys`, the call can safely be repeated, for example after RedisUnreachable.
+        This is much faster than calling `generate` for each prompt. All prompts are checked before any job is queued,
+        and InvalidJob lists the indexes of all invalid prompts. If `idempotency_keys` contains a key for each prompt,
+        the call can safely be repeated, for example after RedisUnreachable.
         """
         return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, fairness_key, params)
 
@@ -256,7 +259,7 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[ChatParams],
     ) -> list[Job[ChatResult]]:
-        """Submit many conversations to answer, as `generate_many` does for prompts."""
+        """Submit many conversations for the model to answer, as `generate_many` does for prompts."""
         return self._submit_many(TASK_CHAT, model, conversations, wait, idempotency_keys, fairness_key, params)
 
     def embed_many(
@@ -269,7 +272,7 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[EmbedParams],
     ) -> list[Job[EmbedResult]]:
-        """Submit one job for each text or list of texts, as `generate_many` does for prompts."""
+        """Submit one embedding job for each text or list of texts, as `generate_many` does for prompts."""
         return self._submit_many(TASK_EMBED, model, texts, wait, idempotency_keys, fairness_key, params)
 
     def tokenize(
@@ -308,7 +311,7 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[TemplateParams],
     ) -> Job[TemplateResult]:
-        """Submit a conversation to convert into its prompt. Raises the same errors as `generate`."""
+        """Submit a conversation to render as a prompt. Raises the same errors as `generate`."""
         return self._submit(TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, fairness_key, params)
 
     def _submit(
@@ -361,7 +364,7 @@ class Client:
     def job(self, job_id: str) -> Job[Result]:
         """Return the job with this id, for example `generate.delay(…).id`.
 
-        This does not connect to Redis. The methods of the job raise UnknownJob if it does not exist.
+        This method does not connect to Redis. The job's methods raise UnknownJob if the job does not exist.
         """
         return Job(self, job_id)
 
@@ -400,14 +403,14 @@ class Client:
     ) -> object:
         """Run every row of a file or of a table in memory, as `cellama batch run` does.
 
-        `input` is a path or URL, a pandas or polars DataFrame, a pyarrow Table, or dictionaries or texts. For a
-        file, the call writes the output and returns a Summary. Otherwise it returns the rows with their results in an
-        object of the same kind, or in a list of dictionaries. Failed rows are omitted, and cause a warning. If
-        `output` is given, or `input` is a file, repeating the call resumes an interrupted run.
+        `input` is a path or URL, a pandas or polars DataFrame, a pyarrow Table, or an iterable of dictionaries or
+        texts. For a file, the call writes the output and returns a Summary. Otherwise, it returns the rows with their
+        results in an object of the same kind, or in a list of dictionaries. Failed rows are omitted and cause a
+        warning. If `output` is given, or `input` is a file, repeating the call resumes an interrupted run.
 
         The command's options are keyword arguments (`as_kind` is `--as`, and `ordered=True` is `--order input`).
-        All other keyword arguments are job parameters. Raises InvalidJob or OSError. Even if the call raises,
-        finished rows are saved in the output.
+        All other keyword arguments are job parameters. Raises InvalidJob or OSError. Finished rows are saved in the
+        output even if the call raises.
         """
         with reaching_redis(self._url):
             self._redis.ping()
@@ -418,7 +421,7 @@ class Client:
         if not isinstance(input, (str, Path)):
             return run_rows(input, output, dict(options), run)
         if output is None:
-            raise InvalidJob("output: it is missing; name the output file, for example 'out.parquet'")
+            raise InvalidJob("output is missing; specify an output file, for example 'out.parquet'")
         return run(BatchOptions.of(input, output, **options))
 
     # Follow and cancel jobs
@@ -435,9 +438,9 @@ class Client:
         """Yield the events of a job with a `seq` above `after`, up to and including the terminal event.
 
         Events that were already published come first, followed by new events as they arrive. The stream resumes
-        automatically after a Redis outage of less than 15 s. With `ping`, a `ping` event is yielded whenever this many
-        seconds pass without an event. With `cancel_on_exit`, leaving the loop cancels the job. If the job has finished
-        and `after` is its last `seq` or higher, no event is yielded. Raises InvalidJob if `after` is not a `seq`,
+        automatically after a Redis outage of less than 15 s. With `ping`, a `ping` event is yielded after every `ping`
+        seconds without an event. With `cancel_on_exit`, leaving the loop cancels the job. If the job has finished and
+        `after` is its last `seq` or higher, no events are yielded. Raises InvalidJob if `after` is not a `seq`,
         JobTimeout if no event arrives for `timeout` seconds, StreamTrimmed if events were deleted, and UnknownJob.
         """
         return self._stream(EventCursor(job_id, after), timeout, ping, cancel_on_exit)
@@ -459,7 +462,7 @@ class Client:
                 self.cancel(cursor.job_id)
 
     def result(self, job_id: str, timeout: float | None = None) -> Result:
-        """Wait for the result of a job and return it (see `Job.result`)."""
+        """Wait for a job's result and return it (see `Job.result`)."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         unserved = unserved_wait(self)
         with reaching_redis(self._url):
@@ -485,7 +488,7 @@ class Client:
             )
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job, whether it is waiting or running. Nothing happens if the job is unknown or has finished."""
+        """Cancel a job, whether it is waiting or running. This has no effect if the job is unknown or has finished."""
         with reaching_redis(self._url):
             self._app.control.revoke(job_id, terminate=True)
 
@@ -498,17 +501,17 @@ class Client:
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """Return up to `limit` running and waiting jobs of one or all models, including models without a worker."""
+        """Return up to `limit` running and waiting jobs for one or all models, including models without a worker."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
     def tenants(self) -> list[TenantShare]:
-        """Return the tenants that have jobs, had service in the last hour, or have a weight (docs/fair-share.md)."""
+        """Return the tenants that have jobs, service in the last hour, or a weight (docs/fair-share.md)."""
         with reaching_redis(self._url):
             return tenant_shares(self._redis)
 
     def purge(self, model: str) -> int:
-        """Cancel all of a model's waiting jobs, and return their number. Raises UnknownModel."""
+        """Cancel all of a model's waiting jobs, and return the number of cancelled jobs. Raises UnknownModel."""
         with reaching_redis(self._url):
             known = (*queues(live_workers(self._redis), queued_models(self._redis)), DEFAULT_MODEL)
             if model not in known and not any(self._queue_depths([model]).values()):
@@ -519,12 +522,15 @@ class Client:
             return purge_queue(self._app, queue_name(model))
 
     def dead(self) -> list[DeadJob]:
-        """Return the dead jobs, latest first. cellama gave up on them because their workers crashed repeatedly."""
+        """Return the dead jobs, latest first.
+
+        These jobs are no longer retried because their workers crashed repeatedly.
+        """
         with reaching_redis(self._url):
             return Ledger(self._redis).dead()
 
     def requeue_dead(self, job_id: str) -> Job[Result]:
-        """Queue a dead job again under a new id, and return the new job. Raises UnknownJob."""
+        """Requeue a dead job under a new id, and return the new job. Raises UnknownJob."""
         with reaching_redis(self._url):
             new_id = Ledger(self._redis).requeue_dead(job_id)
         if new_id is None:
@@ -534,12 +540,12 @@ class Client:
     # Control workers and their models
 
     def workers(self) -> list[WorkerEntry]:
-        """Return the running workers, from their last heartbeats."""
+        """Return the running workers, as reported in their last heartbeats."""
         with reaching_redis(self._url):
             return live_workers(self._redis)
 
     def models(self) -> list[ModelView]:
-        """Return the models that workers are serving or loading, or have failed to load."""
+        """Return the models that workers are serving, are loading, or have failed to load."""
         return models_of(self.workers())
 
     def memory(self, worker: str | None = None) -> list[MemoryView]:
@@ -577,12 +583,12 @@ class Client:
         timeout: float = LOAD_TIMEOUT_S,
         **options: Unpack[ModelOptions],
     ) -> str:
-        """Load a model on workers, and return its id when it is ready for jobs.
+        """Load a model on workers, and return the model's id when it is ready for jobs.
 
         The model is loaded on all workers, on the workers of a `pool`, or on one `worker`. Workers that join the pool
-        later also load it. With `model_id=None`, the client derives a unique id from the file name. `options` are the
-        options of a `[[models]]` table in the settings. `models()` returns the workers that could not load the model,
-        with their errors. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
+        later also load it. With `model_id=None`, the client derives a unique id from the file name. `options` contains
+        options as in a `[[models]]` table in the settings. `models()` returns the errors of workers that could not load
+        the model. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
         """
         if model_id is None:
             workers = self.workers()
@@ -599,15 +605,15 @@ class Client:
     ) -> None:
         """Unload a model from workers after its running jobs have finished.
 
-        Raises the same errors as `load_model`. If no worker could unload the model, it stays in service. If
-        only some workers could unload it, the others retry.
+        Raises the same errors as `load_model`. If no worker could unload the model, it stays in service. If only some
+        workers could unload it, the other workers retry.
         """
         arguments = {"model_id": model_id, "timeout_s": timeout}
         accepted = self._commands.send("cellama_unload", arguments, CommandTarget(worker, pool))
         self._commands.wait_for_status(accepted, model_id, _status_of_model(model_id), None, timeout + REPLY_TIMEOUT_S)
 
     def set_default_model(self, model_id: str, *, worker: str | None = None, pool: str | None = None) -> None:
-        """Make a model the default model, which serves `:default`. Raises UnknownWorker or JobFailed."""
+        """Make a model the default model, which runs jobs for `:default`. Raises UnknownWorker or JobFailed."""
         self._commands.send("cellama_default", {"model_id": model_id}, CommandTarget(worker, pool))
 
     # Control LoRA adapters. Each method acts on all workers with the model, on the workers of a pool, or on one worker.
@@ -616,7 +622,7 @@ class Client:
     def adapters(self, model_id: str) -> list[AdapterView]:
         """Return a model's LoRA adapters on all workers.
 
-        If workers have different files or scales under the same name, each variant has its own entry. Raises
+        If workers use different files or scales for the same name, each variant has its own entry. Raises
         UnknownModel.
         """
         workers = self.workers()
@@ -648,8 +654,8 @@ class Client:
         """Load a LoRA adapter for a model, and return when jobs can use it.
 
         From then on, jobs that don't choose adapters use it with this scale. With scale 0, only jobs that request the
-        adapter use it. `models()` returns the workers that could not load it, with their errors. Raises UnknownModel,
-        UnknownWorker, JobTimeout, and JobFailed if no worker could load it.
+        adapter use it. `models()` returns the errors of workers that could not load the adapter. Raises UnknownModel,
+        UnknownWorker, JobTimeout, and JobFailed if no worker could load the adapter.
         """
         arguments = {"model_id": model_id, "name": name, "source": source, "scale": scale}
         accepted = self._commands.send("cellama_load_adapter", arguments, CommandTarget(worker, pool), model_id)
@@ -677,8 +683,8 @@ class Client:
     ) -> None:
         """Unload an adapter after the jobs that use it have finished.
 
-        Raises the same errors as `load_adapter`. If no worker could unload the adapter, it stays in use. If
-        only some workers could unload it, the others retry.
+        Raises the same errors as `load_adapter`. If no worker could unload the adapter, it stays in use. If only some
+        workers could unload it, the other workers retry.
         """
         arguments = {"model_id": model_id, "name": name, "timeout_s": timeout}
         accepted = self._commands.send("cellama_unload_adapter", arguments, CommandTarget(worker, pool), model_id)
@@ -690,12 +696,11 @@ class Client:
     def cached_prefix(
         self, model: str, prompt: Prompt | None = None, *, worker: str | None = None, **params: Unpack[PrefillParams]
     ) -> list[CachedPrefix]:
-        """Return how much of a prompt, or of a chat's `messages`, each worker has in its cache, and in which tier.
+        """Return how much of a prompt or a chat's `messages` is in each worker's cache, and in which tier.
 
-        The worker with the longest cached prefix comes first. The call does not wait for the engine, and
-        changes nothing. `params` are the parameters of `prefill` except `parent_key`. A text may contain up to
-        100,000 characters. Pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and
-        JobFailed.
+        The worker with the longest cached prefix comes first. The call does not wait for the engine and does not change
+        the cache. `params` takes the parameters of `prefill` except `parent_key`. A text may contain up to 100,000
+        characters. Pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and JobFailed.
         """
         parse_job(KINDS[TASK_PREFILL].payload, (), (), {"model": model, "prompt": prompt, **params})
         model_id = None if model == DEFAULT_MODEL else model
@@ -709,7 +714,7 @@ class Client:
         return sorted(found, key=lambda prefix: (-prefix["cached_tokens"], prefix["worker"]))
 
     def explain_cache(self, job_id: str) -> CacheExplanation:
-        """Return how much of a finished job's prompt was reused, and why no more was reused.
+        """Return how much of a finished job's prompt was reused, and why the rest was not reused.
 
         `job_id` may also be the id of a gateway answer, such as `resp_…`, `msg_…` or `chatcmpl-…`.
         The explanation is available for `event_ttl_s` after the job ends. Raises UnknownJob.
@@ -721,9 +726,9 @@ class Client:
         return self.detokenize(model, tokens).result(RESULT_TIMEOUT_S)["text"]
 
     def last_cache_hit(self, model_id: str) -> dict[str, CacheHit | None]:
-        """Return how much of the most recently started job's prompt was in the cache, for each worker of a model.
+        """Return how much of the most recently started job's prompt was in the cache, for each worker with the model.
 
-        The value is None before the first job. The values come from the last heartbeats. Raises UnknownModel.
+        A worker's value is None before its first job. The values come from the last heartbeats. Raises UnknownModel.
         """
         found = {w.name: m.get("last_cache_hit") for w in self.workers() for m in w.models if m["id"] == model_id}
         if not found:
@@ -737,8 +742,8 @@ class Client:
     ) -> None:
         """Evict a model's KV states from idle slots and from the RAM tier.
 
-        With a `cache_dir`, valuable states are first written to disk. The model stays loaded, and jobs continue. Raises
-        UnknownModel, UnknownWorker, JobTimeout and JobFailed.
+        If `cache_dir` is set, valuable states are first written to disk. The model stays loaded, and jobs continue.
+        Raises UnknownModel, UnknownWorker, JobTimeout and JobFailed.
         """
         accepted = self._commands.send("cellama_evict", {"model_id": model_id}, CommandTarget(worker, pool), model_id)
 
@@ -759,7 +764,7 @@ class Client:
 
 
 class Outage:
-    """Suppresses RedisUnreachable, but only until Redis has been unreachable for OUTAGE_S."""
+    """Suppresses RedisUnreachable until Redis has been unreachable for OUTAGE_S."""
 
     def __init__(self, url: str | None = None) -> None:
         self._url = url
@@ -771,7 +776,7 @@ class Outage:
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Suppress RedisUnreachable inside the `with` block, unless the outage has lasted for OUTAGE_S."""
+        """Suppress RedisUnreachable inside the `with` block, unless the outage has already lasted for OUTAGE_S."""
         try:
             with reaching_redis(self._url):
                 yield
@@ -782,14 +787,14 @@ class Outage:
 
 
 def has_result(client: Client, job_id: str) -> bool:
-    """Return whether the result of a job is stored. Raises ResultIgnored."""
+    """Return whether a job's result is stored. Raises ResultIgnored."""
     with reaching_redis(client._url):
         client._check_stored(job_id)
         return bool(AsyncResult(job_id, app=client._app).ready())
 
 
 def unserved_wait(client: Client) -> UnservedWait:
-    """Return the check that ends jobs that no worker serves, for a caller that starts to wait now."""
+    """Return a check that ends jobs that no worker serves, for a caller that starts waiting now."""
     wait: UnservedWait = client._app.backend.unserved_wait()
     return wait
 

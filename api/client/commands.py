@@ -1,4 +1,4 @@
-"""Send commands to workers through Celery's remote control, and wait until they have taken effect."""
+"""Send commands to workers through Celery's remote control, and wait until the commands have taken effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Accepted = dict[str, float]  # worker → time on its own clock at which it acce
 
 @dataclass(frozen=True, slots=True)
 class CommandTarget:
-    """The workers that a command targets: one worker, the workers of a pool, or all workers."""
+    """The targets of a command: one worker, the workers in a pool, or all workers."""
 
     worker: str | None = None
     pool: str | None = None
@@ -47,7 +47,10 @@ class CommandTarget:
 
 
 class Commands:
-    """Sends commands to workers, and waits until the registry shows their effect. Threads can share an instance."""
+    """Sends commands to workers, and waits until the registry shows the commands' effects.
+
+    Threads can share an instance.
+    """
 
     def __init__(self, app: Celery, workers: Callable[[], list[WorkerEntry]]) -> None:
         self._app = app
@@ -58,8 +61,8 @@ class Commands:
     ) -> Accepted:
         """Send a command that changes workers, and return the workers that accepted it.
 
-        With `model_id`, only workers that have the model receive it. Raises UnknownWorker, UnknownModel, and JobFailed
-        with the error of the first worker that rejects the command.
+        With `model_id`, only workers that have the model receive the command. Raises UnknownWorker, UnknownModel, and
+        JobFailed with the error of the first worker that rejects the command.
         """
         arguments = {**arguments, "whole_pool": target.worker is None}
         return {name: reply["at"] for name, reply in self.call(command, arguments, target, model_id).items()}
@@ -67,7 +70,7 @@ class Commands:
     def call(
         self, command: str, arguments: dict[str, Any], target: CommandTarget, model_id: str | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Send a command, and return the reply of each worker. Raises the same errors as `send`."""
+        """Send a command, and return each worker's reply. Raises the same errors as `send`."""
         chosen = target.select(self._workers(), model_id)
         options = {"destination": chosen, "reply": True, "timeout": REPLY_TIMEOUT_S, "limit": len(chosen)}
         received = self._app.control.broadcast(command, arguments=arguments, **options)
@@ -86,7 +89,7 @@ class Commands:
         expected: str | None,
         timeout_s: float,
     ) -> None:
-        """Wait until the `status` of each worker is `expected` (None if removed), or the worker reports a failure.
+        """Wait until each worker's `status` is `expected` (None if removed) or the worker reports a failure.
 
         `key` is the `failure_key` of the model or the adapter. Raises JobTimeout, and JobFailed if all workers
         fail.

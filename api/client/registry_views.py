@@ -1,4 +1,4 @@
-"""Combine the registry entries of workers into the views that clients return."""
+"""Combine the workers' registry entries into the views that clients return."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClassStats(TypedDict):
 class Stats(TypedDict):
     """Totals over all workers, and the queue of each model.
 
-    The queues are read from Redis during the call. The values of workers come from their last heartbeats.
+    The queues are read from Redis during the call. The workers' values come from their last heartbeats.
     """
 
     workers: int  # number of running workers
@@ -53,9 +53,10 @@ class Stats(TypedDict):
 
 
 def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
-    """Return each model once, with the names of its workers. The `status` is `ready` if any worker serves the model.
+    """Return one entry per model, with the names of its workers.
 
-    The status is `lacking` if workers should have the model but no worker has it.
+    The `status` is `ready` if any worker serves the model. The `status` is `lacking` if workers should have the model
+    but no worker does.
     """
     models: dict[str, tuple[WorkerModel, list[str]]] = {}
     for worker in workers:
@@ -72,7 +73,7 @@ def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
 
 
 def lacks_of(workers: list[WorkerEntry], model_id: str) -> dict[str, LoadFailure]:
-    """Return the errors of workers that could not load the model or one of its adapters, keyed by worker."""
+    """Return the errors of workers that could not load the model or one of its adapters, keyed by worker name."""
     return {
         worker.name: thing["why"]
         for worker in workers
@@ -86,10 +87,7 @@ def _view(model: WorkerModel, workers: list[str], lacks: dict[str, LoadFailure])
 
 
 def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
-    """Return the memory budget, devices and models of all workers, or only of the named worker.
-
-    Raises UnknownWorker.
-    """
+    """Return the memory budget, devices and models of all workers, or of the worker `name`. Raises UnknownWorker."""
     chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
     if name is not None and not chosen:
         raise UnknownWorker(
@@ -114,10 +112,10 @@ def stats(
     waiting: Mapping[str, Mapping[str, Waiting]],
     eta_s: Callable[[str, Mapping[str, Waiting]], Mapping[str, float | None]],
 ) -> Stats:
-    """Return totals over all workers, and the queues keyed by model.
+    """Return the totals over all workers, and the queues keyed by model.
 
-    `depths` contains the number of messages in each queue, and `waiting` contains the jobs without a slot, grouped by
-    model and class. `eta_s` estimates how long a new job of each class will wait.
+    `depths` contains the number of messages in each queue, and `waiting` contains the jobs that are waiting for a slot,
+    grouped by model and priority class. `eta_s` contains the estimated wait of a new job in each class, in seconds.
     """
     counts = {model: sum(found.num_jobs for found in classes.values()) for model, classes in waiting.items()}
     totals = _totals(workers)
@@ -162,6 +160,6 @@ def _totals(workers: list[WorkerEntry]) -> Totals:
 
 
 def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
-    """Return `:default` and all models that a worker is serving or a job is waiting for."""
+    """Return `:default`, and all models that a worker is serving or a job is waiting for."""
     served = {entry["id"] for worker in workers for entry in worker.models}
     return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

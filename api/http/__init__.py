@@ -1,7 +1,7 @@
-"""The gateway: an HTTP server with OpenAI's, Anthropic's and Ollama's endpoints (docs/adr/016-gateway.md).
+"""The gateway, an HTTP server with OpenAI's, Anthropic's and Ollama's endpoints (docs/adr/016-gateway.md).
 
-This package may use `client` and the packages that `client` uses, but no code of workers and engines. Each package in
-this directory is a group of endpoints, and must not use other groups.
+This package may import `client` and the packages that `client` imports, but no worker or engine code. Each package in
+this directory is a group of endpoints that must not import other groups.
 """
 
 from .app import create_app

@@ -1,4 +1,4 @@
-"""Recognise requests from Anthropic's clients, and report errors in Anthropic's format."""
+"""Recognise requests from Anthropic clients, and report errors in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION, KEY = "anthropic-version", "x-api-key"
 def speaks_anthropic(request: Request) -> bool:
     """Return whether the client expects answers in Anthropic's format.
 
-    Anthropic's clients send their version with each request. Some programs send only their key, as `x-api-key`.
+    Anthropic clients send an API version with each request. Some programs send only their key in `x-api-key`.
     """
     path = path_in_app(request.scope)
     if VERSION in request.headers or path == MESSAGES or path.startswith(f"{MESSAGES}/"):
@@ -27,7 +27,7 @@ def speaks_anthropic(request: Request) -> bool:
 
 
 def error_response(request: Request, error: ApiError) -> Response:
-    """Return the response for an error."""
+    """Return the HTTP response for an error."""
     request_id = getattr(request.state, "request_id", "")
     body = error_object(error.status, error.message, request_id, error.code)
     return JSONResponse(body, status_for_clients(error.status, error.code), error.headers)

@@ -1,4 +1,4 @@
-"""The ASGI app of the gateway, with all routes, a common error format, and an id for each request."""
+"""The gateway's ASGI app, with all routes, a common error format, and an id for each request."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the 
 def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
     """Return the gateway as an ASGI app, which can be served or mounted into another app.
 
-    `settings` defaults to the process's settings. Without `access`, all requests are accepted, as if they all came from
-    the same caller. Raises SettingsError.
+    `settings` defaults to the process's settings. Without `access`, all requests are accepted and treated as requests
+    from the same caller. Raises SettingsError.
 
-    The app's lifespan resumes batches, delivers webhooks, and closes connections at the end. Servers do not run
-    the lifespan of a mounted app, so the outer app must do so: `async with app.router.lifespan_context(app)`.
+    The app's lifespan resumes batches, delivers webhooks, and closes connections on shutdown. Servers do not run the
+    lifespan of a mounted app, so the outer app must run it: `async with app.router.lifespan_context(app)`.
     """
     settings, access = settings or get_settings(), access or NoKeys()
     gateway, runner = Gateway(settings, access), batches.BatchRunner(settings)
@@ -117,7 +117,7 @@ def _cors(settings: Settings) -> list[Middleware]:
 
     By default, this list of origins is empty.
 
-    Keys are sent in a header, never in a cookie, so a page can use only a key that it knows.
+    Keys are sent in a header, never in a cookie, so a page can use only keys that it already has.
     """
     if not settings.gateway_cors_origins:
         return []
@@ -147,7 +147,7 @@ async def _job_error(request: Request, error: JobError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Convert router errors, such as errors for unknown paths and methods."""
+    """Convert router errors, such as errors for unknown paths and methods, into API errors."""
     path = f"{request.method} {request.url.path}"
     remedy = f"{_ENDPOINTS} lists the endpoints"
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}

@@ -1,4 +1,4 @@
-"""Authenticate and admit requests. This is the interface between the endpoints and a store of API keys."""
+"""Authenticate and admit requests. This module is the interface between the endpoints and a store of API keys."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _ADAPTERS: TypeAdapter[tuple[tuple[str, float], ...] | None] = TypeAdapter(Adapt
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request, and its rights.
+    """A request's sender and the sender's rights.
 
     `tenant` is the scope of prefixes, idempotency keys and ids. All callers without a key share the scope None.
-    `models` are the ids of the models that the caller may use, or None for all. `priority` is the service tier
-    (`TIERS`) of requests that don't name a tier, and no request may name a more urgent tier. If `priority` is None,
-    the tier is "default", and all tiers are allowed. `max_tokens` limits the tokens that one request may prefill
-    and generate. `adapters` are the LoRA adapters that a request may name, or None for all.
+    `models` contains the ids of the models that the caller may use, or is None for all models. `priority` is the
+    service tier (`TIERS`) of requests that don't specify a tier, and no request may use a more urgent tier. If
+    `priority` is None, the tier is "default", and all tiers are allowed. `max_tokens` limits the tokens that one
+    request may prefill and generate. `adapters` contains the LoRA adapters that a request may use, or is None for all
+    adapters.
     """
 
     tenant: str | None = None
@@ -53,9 +54,9 @@ class Caller:
             )
 
     def check_adapters(self, choice: Any) -> None:
-        """Raise ApiError (403) if a body's `adapters` name a forbidden adapter, whether or not it is loaded.
+        """Raise ApiError (403) if a body's `adapters` contain a forbidden adapter, whether or not it is loaded.
 
-        Invalid values pass, because the job's payload rejects them with its own message.
+        Invalid values pass this check because the job's payload rejects them with its own message.
         """
         if (name := self.adapter_not_allowed(choice)) is not None:
             allowed = ", ".join(sorted(self.adapters or ())) or "none"
@@ -67,7 +68,7 @@ class Caller:
             )
 
     def adapter_not_allowed(self, choice: Any) -> str | None:
-        """Return the first adapter of a body's `adapters` that is not allowed, or None."""
+        """Return the first adapter in a body's `adapters` that the caller may not use, or None."""
         if self.adapters is None or choice is None:
             return None
         try:
@@ -78,11 +79,11 @@ class Caller:
 
     @property
     def light_priority(self) -> int:
-        """The queue priority of jobs that need no slot, which is the most urgent priority that the caller may use."""
+        """The queue priority of jobs that don't need a slot: the most urgent priority that the caller may use."""
         return TIERS[self.priority or "priority"]
 
     def tier(self, requested: str | None) -> str:
-        """Return the service tier of a request. The request may name a tier, name "auto", or name no tier."""
+        """Return a request's service tier. The request may specify a tier, specify "auto", or omit the tier."""
         if requested in (None, "auto"):
             return self.priority or "default"
         most_urgent = self.priority or "priority"
@@ -90,13 +91,13 @@ class Caller:
 
 
 class Admission(Protocol):
-    """A request that was admitted and charged. `headers` are added to its response (`x-ratelimit-…`)."""
+    """An admitted and charged request. `headers` are added to its response (`x-ratelimit-…`)."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge the estimated tokens and the jobs of the request.
+        """Charge the request's estimated tokens and its jobs.
 
         `num_tokens` estimates the tokens that the jobs prefill and generate. `num_jobs` is the number of prompts times
         the number of choices. Raises ApiError (429).
@@ -104,9 +105,9 @@ class Admission(Protocol):
         ...
 
     async def end(self, num_tokens: int | None) -> None:
-        """Settle the charge once, after all jobs of the request have finished, failed or been cancelled.
+        """Settle the charge once, after all of the request's jobs have finished, failed or been cancelled.
 
-        `num_tokens` is the number of tokens that they used. None means that the number is unknown, so the
+        `num_tokens` is the number of tokens that the jobs used. If it is None because the number is unknown, the
         estimate is charged.
         """
         ...
@@ -116,11 +117,11 @@ class Access(Protocol):
     """Authenticates and admits requests, or raises ApiError (401, 403, 429)."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller. The names in `headers` are in lower case."""
+        """Return the caller. The header names in `headers` are in lower case."""
         ...
 
     async def admit(self, caller: Caller) -> Admission:
-        """Charge one request to this caller before the body of the request is read. Raises ApiError (429)."""
+        """Charge one request to this caller before the request body is read. Raises ApiError (429)."""
         ...
 
     async def close(self) -> None:
@@ -130,7 +131,7 @@ class Access(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unlimited:
-    """The admission for callers that have no limits."""
+    """The admission of a request whose caller has no limits."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -142,9 +143,9 @@ class Unlimited:
 
 
 class NoKeys:
-    """Accepts every request, as if all requests came from one caller without a tenant.
+    """Accepts every request, and treats all requests as sent by one caller without a tenant.
 
-    Use it only on loopback or behind another app.
+    Use this class only on loopback or behind another app.
     """
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
@@ -163,7 +164,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of request
 
 
 class LoopbackOnly(NoKeys):
-    """Accepts requests that are addressed to this machine by a loopback name, without a proxy in between.
+    """Accepts requests that are addressed to this machine by a loopback name and were not forwarded by a proxy.
 
     The name check keeps out web pages whose domain resolves to 127.0.0.1 (DNS rebinding).
     """
@@ -178,7 +179,7 @@ class LoopbackOnly(NoKeys):
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a `Host` header without its port, or "" if it is malformed."""
+    """Return the host name from a `Host` header without the port, or "" if the header is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -186,7 +187,7 @@ def _name_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this is a loopback interface's name or address."""
+    """Return whether the host is the name or address of a loopback interface."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Run the gateway's background work: blocking calls in thread pools, and loops that poll for work.
+"""Run the gateway's background work, which consists of blocking calls in thread pools and polling loops.
 
 Each kind of blocking work has its own thread pool, so that disks, name servers and large bodies never delay job
 queueing, which uses the event loop's default executor.
@@ -32,7 +32,7 @@ POLL_S = 1.0  # pause between two polls: new work waits half a second on average
 
 
 async def in_thread(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call a function in a thread of this pool, with the context variables of the caller."""
+    """Call a function in a thread of this pool, with the caller's context variables."""
     call = partial(contextvars.copy_context().run, function, *args, **options)
     return await asyncio.get_running_loop().run_in_executor(pool, call)
 
@@ -44,7 +44,7 @@ class PollLoop:
     """
 
     def __init__(self, name: str, poll: Callable[[], Awaitable[bool]]) -> None:
-        """Create a loop that is not started yet. `poll` returns True if it should be called again immediately."""
+        """Create the loop without starting it. `poll` returns True if it should be called again immediately."""
         self._name = name
         self._poll = poll
         self._task: asyncio.Task[None] | None = None
@@ -52,13 +52,13 @@ class PollLoop:
         self._is_reachable = True
 
     def start(self) -> None:
-        """Start polling. Further calls change nothing."""
+        """Start polling. Further calls have no effect."""
         if self._task is None:
             # An empty context: a request that starts the loop must not become the parent span of all later work.
             self._task = asyncio.create_task(self._run(), name=self._name, context=Context())
 
     async def close(self) -> None:
-        """Return when the current poll has finished. It is not cancelled, because it may have just taken a lease."""
+        """Wait for the current poll to finish. The poll is not cancelled, because it may have just taken a lease."""
         self._closing.set()
         if self._task is not None:
             await self._task

@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and POST /v1/completions, with and without streaming."""
+"""The streaming and non-streaming endpoints POST /v1/chat/completions and POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GATEWAY_PARAMETERS = ("stream", "stream_options", "service_tier", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(JobsRequest):
-    """A request for completions. Each of the `contents` becomes a job."""
+    """A completion request. Each of its `contents` becomes a job."""
 
     url: str
     contents: tuple[Any, ...]
@@ -52,7 +52,7 @@ class CompletionRequest(JobsRequest):
 
     @property
     def num_jobs(self) -> int:
-        """The number of prompts times the number of choices."""
+        """The number of prompts multiplied by the number of choices."""
         return len(self.contents) * self.n
 
     def calls(self, client: AsyncClient) -> list[Call]:
@@ -99,7 +99,7 @@ class CompletionRequest(JobsRequest):
 
     @property
     def _common(self) -> dict[str, Any]:
-        """The members of the body and of each chunk that the request determines."""
+        """The members that are included in the response body and in each chunk."""
         return {"service_tier": self.tier, "system_fingerprint": self.fingerprint}
 
     def _answer_id(self, running: RunningJobs) -> str:
@@ -107,7 +107,7 @@ class CompletionRequest(JobsRequest):
 
 
 def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> CompletionRequest:
-    """Parse a body. The payloads of the jobs validate the remaining parameters. Raises ApiError."""
+    """Parse a body. The jobs' payloads validate the remaining parameters. Raises ApiError."""
     body = parsed.body
     tier, names = parsed.tier(), callers_names(PARAMETERS[url], body)
     is_stream, include_usage = _stream(body)

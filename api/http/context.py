@@ -1,4 +1,4 @@
-"""The context of a request: its caller, its charge, and its body's memory and time limit."""
+"""The context of a request: its caller, its charge, and its body's memory reservation and time limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_BYTES_PER_S = 8 << 10  # minimum rate of a body; slower transfer counts towa
 
 
 class RequestContext:
-    """The resources that one request holds. The middleware that creates it releases them when the request ends."""
+    """The resources held by one request. The middleware that creates it releases them when the request ends."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.admission: Admission = Unlimited()
@@ -36,12 +36,12 @@ class RequestContext:
         self._num_bytes += num_bytes
 
     def hand_over(self) -> Admission:
-        """Return the admission, which the caller of this method must settle from then on."""
+        """Return the admission. The caller of this method becomes responsible for settling it."""
         admission, self.admission = self.admission, Unlimited()
         return admission
 
     def end(self) -> None:
-        """Release the memory, and settle an admission that was not handed over."""
+        """Release the memory, and settle the admission unless it was handed over."""
         if self._num_bytes:
             self.gateway.body_memory.give_back(self._holder, self._num_bytes)
             self._num_bytes = 0
@@ -52,8 +52,8 @@ class RequestContext:
 def in_time(receive: Receive, timeout_s: float) -> Receive:
     """Return a `receive` that raises ApiError (408) for a body that arrives too slowly.
 
-    A body may be up to `timeout_s` seconds later than it would be at a rate of MIN_BYTES_PER_S. Only the time spent
-    waiting for the client counts.
+    A body may be up to `timeout_s` seconds later than it would be at a rate of MIN_BYTES_PER_S. Only time spent waiting
+    for the client counts.
     """
     remaining_s, is_complete = timeout_s, False
 
@@ -82,13 +82,13 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
 
 
 def context_of(request: Request) -> RequestContext:
-    """Return the request's context."""
+    """Return the context that the middleware created for the request."""
     context: RequestContext = request.state.context
     return context
 
 
 def check_load(gateway: Gateway) -> None:
-    """Raise ApiError (503) if there are too many requests."""
+    """Raise ApiError (503) if too many requests are in progress."""
     limit = gateway.settings.gateway_max_requests
     if gateway.counts.num_in_flight > limit:
         raise ApiError(
@@ -100,7 +100,7 @@ def check_load(gateway: Gateway) -> None:
 
 
 async def caller_of(request: Request) -> Caller:
-    """Return the request's sender. Raises ApiError: 401, 403, or 503 if there are too many requests."""
+    """Return the request's sender. Raises ApiError (401, 403, or 503 if too many requests are in progress)."""
     gateway = gateway_of(request)
     check_load(gateway)
     caller = await gateway.access.authenticate(request.headers)
@@ -110,7 +110,10 @@ async def caller_of(request: Request) -> Caller:
 
 
 async def charged(request: Request) -> Caller:
-    """Charge the request to its sender, and return the sender. Raises ApiError: 401, 403, 429 or 503."""
+    """Authenticate the sender, charge the request to the sender, and return the sender.
+
+    Raises ApiError (401, 403, 429 or 503).
+    """
     return await charge(request, await caller_of(request))
 
 
@@ -121,9 +124,10 @@ async def charge(request: Request, caller: Caller) -> Caller:
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ApiError (403) if a web page from another site sends a request that changes something.
+    """Raise ApiError (403) if a web page from another site sends a request that changes data.
 
-    Without keys, nothing else distinguishes such a request from a request sent by one of the user's own programs.
+    If there are no keys, nothing else distinguishes such a request from a request sent by one of the user's own
+    programs.
     """
     if request.method in READ_ONLY_METHODS:
         return
@@ -135,7 +139,7 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
         page = "another site" if origin is None else shorten(origin)
         raise ApiError(
             403,
-            f"a page of {page} may not change anything on a gateway without keys; add its origin to "
+            f"a page from {page} may not change data on a gateway without keys; add its origin to "
             f"gateway_cors_origins, or {CREATE_KEY}",
             code="origin_not_allowed",
         )

@@ -44,28 +44,28 @@ GATEWAY_CODES: dict[str, Code] = {
     row.code: row
     for row in (
         Code("context_length_exceeded", "the prompt can never fit into a slot", 400),
-        Code("invalid_json_schema", "the schema of the response format is invalid", 400),
+        Code("invalid_json_schema", "the response format's schema is invalid", 400),
         Code("invalid_function_parameters", "the schema of a tool's parameters is invalid", 400),
         Code("invalid_api_key", "the API key is missing, invalid, revoked or expired", 401),
         Code("model_not_allowed", "the API key may not use the model", 403),
         Code("adapter_not_allowed", "the API key may not use the adapter", 403),
-        Code("origin_not_allowed", "a page of another site may not use a gateway without keys", 403),
+        Code("origin_not_allowed", "a page from another site may not use a gateway without keys", 403),
         Code("model_not_found", "no live worker serves the model", 404),
         Code("not_found", "the object does not exist, has expired, or belongs to another tenant", 404),
         Code("previous_response_not_found", "the previous response does not exist, or has expired", 404),
-        Code("events_gone", "the events of the response have expired", 404),
+        Code("events_gone", "the response's events have expired", 404),
         Code("slow_body", "the body arrived too slowly", 408, retryable=True),
         Code("idempotency_key_reused", "the idempotency key was used with a different body", 409),
         Code("batch_has_ended", "the batch has ended, so it can't be cancelled", 409),
-        Code("rate_limit_exceeded", "the API key is at one of its limits", 429, retryable=True),
+        Code("rate_limit_exceeded", "the API key has reached one of its limits", 429, retryable=True),
         Code("too_many_bytes", "the bodies of the key's requests use too much memory", 429, retryable=True),
         Code("too_many_batches", "the tenant has too many open batches", 429, retryable=True),
-        Code("file_quota_exceeded", "the files of the tenant exceed its quota", 429),
+        Code("file_quota_exceeded", "the tenant's files exceed its quota", 429),
         Code("no_worker", "no worker is running", 503, retryable=True),
         Code("overloaded", "the gateway has too many requests, or too little memory for bodies", 503, retryable=True),
         Code("not_ready", "Redis is unreachable, or no model accepts jobs", 503, retryable=True),
         Code("not_ended", "the response is being cancelled, but has not ended", 503, retryable=True),
-        Code("files_unavailable", "the storage of files is not available", 503, retryable=True),
+        Code("files_unavailable", "the file storage is not available", 503, retryable=True),
     )
 }
 _STATUSES = {410: 404, 504: 408}  # replaced by statuses for which clients have an exception class
@@ -74,7 +74,7 @@ _STATUSES = {410: 404, 504: 408}  # replaced by statuses for which clients have 
 class ApiError(Exception):
     """A response with a status of 400 or above.
 
-    `message` names the problem and the remedy, and `param` names the wrong field.
+    `message` describes the problem and the remedy, and `param` is the name of the invalid field.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Create an error. Set `retry_after_s` for statuses that clients retry by themselves (429, 503 and 507)."""
+        """Create an error. Set `retry_after_s` for statuses that clients retry automatically (429, 503 and 507)."""
         super().__init__(status, message)
         self.status = status
         self.message = valid_text(message)
@@ -110,12 +110,12 @@ class ApiError(Exception):
 
 
 def not_found(kind: str, object_id: str) -> ApiError:
-    """Return the same error for an object that never existed, has expired, or belongs to another tenant."""
+    """Return a 404 error, which is the same if the object never existed, has expired, or belongs to another tenant."""
     return ApiError(404, f"{kind} {shorten(object_id)} does not exist, or has expired", code="not_found")
 
 
 def key_reused() -> ApiError:
-    """Return the error for an idempotency key that was used before.
+    """Return the error for an idempotency key that was already used with a different request.
 
     The header `x-should-retry` prevents clients from retrying after this 409.
     """
@@ -134,7 +134,7 @@ def of_job(error: JobError) -> ApiError:
 
 
 def status_of_code(code: str) -> int:
-    """Return the HTTP status with which the gateway answers a job error with this code."""
+    """Return the gateway's HTTP status for a job error with this code."""
     status = meaning_of(code).http_status
     return _STATUSES.get(status, status)
 
@@ -150,7 +150,7 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
 
 
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Convert a worker's error, using the parameter names that the caller used (see `callers_names`).
+    """Convert a worker's error, using the caller's parameter names (see `callers_names`).
 
     Only the message of `invalid_request` changes.
     """
@@ -162,7 +162,7 @@ def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def wrong(error: InvalidJob, names: Mapping[str, str]) -> ApiError:
-    """Return the error for an invalid body, with the parameter names that the caller used."""
+    """Return the error for an invalid body, using the caller's parameter names."""
     message, param = with_callers_names(str(error), names)
     found = re.match(r"body\.(\w+) is missing|(\w+) is ", message)
     return ApiError(400, message, param=param or (found and (found[1] or found[2])) or None)

@@ -1,4 +1,4 @@
-"""The state that all of an app's endpoints share: clients, the model list, memory for bodies, and request counts."""
+"""The state shared by all of an app's endpoints: clients, the model list, memory for bodies, and request counts."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """A value that is fetched again when it is older than `fresh_s`. Concurrent callers share one fetch.
+    """A cached value that is fetched again when it is older than `fresh_s`.
 
-    During a fetch, callers get the previous value unless it is older than twice `fresh_s`. Under steady traffic, no
-    caller therefore waits.
+    Concurrent callers share one fetch. During a fetch, callers receive the previous value unless it is older than twice
+    `fresh_s`. Under steady traffic, no caller therefore has to wait.
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,7 +60,7 @@ class Cached(Generic[T]):
         self._last: tuple[float, T] | None = None  # start of the last successful fetch, and its value
 
     async def get(self, fresh_s: float = FRESH_S) -> T:
-        """Return the value. If the fetch raises an error, this call raises it, and the next caller fetches again."""
+        """Return the value. If the fetch fails, raise its error. The next caller then fetches the value again."""
         now = self._clock()
         if self._fetching is None or (self._fetching.done() and now - self._fetched_at > fresh_s):
             self._fetched_at = now
@@ -78,7 +78,7 @@ class Cached(Generic[T]):
 
 
 class BodyMemory:
-    """Limits the memory for request bodies, in total and per key. Use it only in the event loop."""
+    """Limits the memory for request bodies, in total and per key. Use this class only in the event loop."""
 
     def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -87,14 +87,14 @@ class BodyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes in use."""
+        """The number of reserved bytes."""
         return self._of_keys.total()
 
     def take(self, holder: str, num_bytes: int, held_bytes: int) -> None:
         """Reserve memory for a request that already holds `held_bytes`.
 
-        If no other request holds memory, the request is always admitted. Raises ApiError: 429 if the key's requests
-        hold too much memory, 503 if the total is too large.
+        If no other request holds memory, the request is always admitted. Raises ApiError (429 if the key's requests
+        hold too much memory, 503 if all requests together hold too much).
         """
         of_key, of_all = self._of_keys[holder], self.num_bytes
         if of_key > held_bytes and of_key + num_bytes > self._max_key_bytes:
@@ -122,7 +122,7 @@ class BodyMemory:
 
 
 class RequestCounts:
-    """Counts requests and tokens for Prometheus since the app was created. Use it only in the event loop."""
+    """Counts requests and tokens for Prometheus since the app was created. Use this class only in the event loop."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -140,7 +140,7 @@ class RequestCounts:
             self._meter.observe("cellama_http_first_byte_seconds", first_byte_s, route)
 
     def count_tokens(self, tenant: str | None, usages: Iterable[Mapping[str, Any]]) -> None:
-        """Count the tokens that the jobs of a tenant's request have prefilled and generated."""
+        """Count the tokens that the jobs of a tenant's request prefilled and generated."""
         name = self._tenants.of(tenant or "")
         for usage in usages:
             for kind, field in TOKENS.items():
@@ -156,9 +156,10 @@ class RequestCounts:
 
 
 class Gateway:
-    """Holds the clients and caches that all requests of an app share.
+    """Holds the clients and caches shared by all requests of an app.
 
-    Clients are created when they are first needed, because an app that mounts the gateway may not run its lifespan.
+    Clients are created when they are first needed because an app that mounts the gateway may not run the gateway's
+    lifespan.
     """
 
     def __init__(self, settings: Settings, access: Access) -> None:
@@ -185,12 +186,12 @@ class Gateway:
         return self.redis.register_script(source("ahead"))
 
     async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
-        """Return the models that are ready and that the caller may use."""
+        """Return the ready models that the caller may use."""
         views = await self._models.get(fresh_s)
         return [view for view in views if view["status"] == "ready" and caller.may_use_model(view["id"])]
 
     async def listed_models(self, caller: Caller) -> list[ModelView]:
-        """Return the models that the caller may use, followed by the models' aliases under their own names."""
+        """Return the ready models that the caller may use, followed by their aliases as separate entries."""
         views = await self.models(caller)
         named = {DEFAULT_MODEL if view["default"] else view["id"]: view for view in views}
         named |= {view["id"]: view for view in views}
@@ -198,9 +199,9 @@ class Gateway:
         return views + [{**named[model], "id": alias} for alias, model in aliases if model in named]
 
     async def find_model(self, caller: Caller, name: object) -> ModelView:
-        """Return the model with this name. Raises ApiError: 400, 403, 404, or 503 if no worker is running."""
+        """Return the model with this name. Raises ApiError (400, 403, 404, or 503 if no worker is running)."""
         if not isinstance(name, str) or not name:
-            raise ApiError(400, f"model is {shorten(name)}; use a model that /v1/models lists", param="model")
+            raise ApiError(400, f"model is {shorten(name)}; use one of the models listed by /v1/models", param="model")
         name = self.settings.model_aliases.get(name, name)
         caller.check_model(name)
         for fresh_s in (FRESH_S, 0.0):  # the model may have been loaded a moment ago
@@ -217,11 +218,11 @@ class Gateway:
         )
 
     async def stats(self) -> Stats:
-        """Return slots, rates and queues, which are up to WAITS_FRESH_S old under steady traffic."""
+        """Return slots, rates and queues. Under steady traffic, these values are up to WAITS_FRESH_S old."""
         return await self._stats.get(WAITS_FRESH_S)
 
     async def workers(self) -> list[WorkerEntry]:
-        """Return the running workers, from their last heartbeats."""
+        """Return the running workers, as reported in their last heartbeats."""
         return await self._workers.get()
 
     async def wait_s(self, model: str, tier: str) -> float:
@@ -232,7 +233,7 @@ class Gateway:
     async def wait_of(self, job_id: str, model: str, tier: str) -> str | None:
         """Return the position and the estimated wait of a job as text, or None if the job is not waiting.
 
-        The call takes one Redis script. The estimate is derived from the cached estimate for a new job.
+        The call runs one Redis script. The estimate is derived from the cached estimate for a new job.
         """
         try:
             with reaching_redis():
@@ -248,15 +249,15 @@ class Gateway:
         return f"position {ahead[0] + 1}{about}"
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
-        """Add to the error the time after which a retry is likely to succeed, and return the error."""
+        """Return the error, with the time added after which a retry is likely to succeed."""
         if error.retry_after_s is not None:
             error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model, tier))
         return error
 
     def afterwards(self, work: Coroutine[Any, Any, object], *, until_close: bool = False) -> None:
-        """Run a coroutine to completion, even if its request is cancelled. Errors raised by jobs are ignored.
+        """Run a coroutine to completion, even if its request is cancelled.
 
-        `close` waits for the coroutine, or cancels it if `until_close` is set.
+        Job errors are ignored. `close` waits for the coroutine to finish, or cancels it if `until_close` is set.
         """
 
         async def do() -> None:
@@ -268,7 +269,7 @@ class Gateway:
         task.add_done_callback(self._afterwards.pop)
 
     async def close(self) -> None:
-        """Finish the coroutines that `afterwards` started, and close the connections."""
+        """Finish the coroutines started by `afterwards`, and close the connections."""
         for task, until_close in self._afterwards.items():
             if until_close:
                 task.cancel()
@@ -282,9 +283,9 @@ class Gateway:
 
 
 def wait_at(rank: int, classes: Mapping[str, ClassStats], name: str) -> float | None:
-    """Return the estimated wait of a job behind `rank` others, or None if it is unknown.
+    """Return the estimated wait of a job with `rank` jobs ahead of it, or None if the wait is unknown.
 
-    `classes` are the waiting jobs of the job's model, and `name` is the job's class.
+    `classes` contains the waiting jobs for the job's model, grouped by priority class, and `name` is the job's class.
     """
     eta_s = classes[name]["eta_s"] if name in classes else None
     if eta_s is None:
@@ -294,6 +295,6 @@ def wait_at(rank: int, classes: Mapping[str, ClassStats], name: str) -> float | 
 
 
 def gateway_of(request: Request) -> Gateway:
-    """Return the gateway of the app that handles the request."""
+    """Return the gateway object of the app that handles the request."""
     gateway: Gateway = request.app.state.gateway
     return gateway

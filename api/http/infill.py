@@ -30,7 +30,7 @@ _NAMES = {"suffix": "input_suffix", "prompt": "input_prefix"}  # parameters of j
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillRequest(JobsRequest):
-    """A request for the text between a prefix and a suffix, which one job generates."""
+    """A request for the text between a prefix and a suffix. One job generates the text."""
 
     prefix: str
 
@@ -62,7 +62,7 @@ class InfillRequest(JobsRequest):
 
 
 def _ending(end: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return the fields for the end of a text, from its job's result or last event."""
+    """Return the fields that end a text, based on the job's result or last event."""
     word, usage = end.get("stop_sequence"), end["usage"]
     kind = "limit" if end["finish_reason"] != "stop" else "eos" if word is None else "word"
     return {
@@ -114,7 +114,7 @@ def _text(body: Mapping[str, Any], name: str) -> str:
 
 
 async def infill(request: Request) -> Response:
-    """Handle `POST /infill`. Without `model`, the default model is used."""
+    """Handle `POST /infill`. If `model` is missing, the default model is used."""
     parsed = await read(request)
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
     return await run_jobs(parsed, await parsed.read_by(parse_infill, parsed, model))

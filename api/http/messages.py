@@ -1,4 +1,4 @@
-"""Anthropic's endpoints POST /v1/messages, with and without streaming, and POST /v1/messages/count_tokens."""
+"""Anthropic's endpoints POST /v1/messages (streaming and non-streaming) and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRequest(JobsRequest):
-    """A request for a message, which one job generates."""
+    """A request for a message. One job generates the message."""
 
     messages: list[dict[str, Any]]
     request_id: str
@@ -104,7 +104,7 @@ def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
 
 
 def count_of(parsed: ParsedRequest) -> tuple[ParsedBody, int]:
-    """Parse the body of a token counting request, and estimate its number of tokens. Raises ApiError."""
+    """Parse the body of a token counting request, and estimate the number of tokens. Raises ApiError."""
     try:
         body = parse_counted_body(parsed.body)
         return body, tokens_of(body.messages)
@@ -128,7 +128,7 @@ async def create(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Handle `POST /v1/messages/count_tokens`.
 
-    The job has the caller's highest priority, because it needs no slot.
+    The job has the caller's highest priority because it doesn't need a slot.
     """
     parsed = with_standard_tier(await read(request))
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))

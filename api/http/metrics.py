@@ -1,4 +1,4 @@
-"""The metrics endpoint. Metrics cover all tenants, so API keys give no access to them."""
+"""The metrics endpoint. Metrics cover all tenants, so API keys don't grant access to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def metrics(request: Request) -> Response:
 async def _check_local(request: Request) -> None:
     """Raise ApiError for requests from other machines.
 
-    The error of LoopbackOnly is not used, because it recommends a key, which gives no access to metrics.
+    The error from LoopbackOnly is not used because it recommends an API key, which doesn't grant access to metrics.
     """
     if request.client is not None and is_loopback(request.client.host):
         with contextlib.suppress(ApiError):

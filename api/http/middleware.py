@@ -1,4 +1,4 @@
-"""Middleware around all requests, which adds request ids, contexts and spans, and counts requests."""
+"""Middleware that adds ids, contexts and spans to all requests, and counts the requests."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ FAILED = 500
 
 
 class RequestMiddleware:
-    """Gives each request a context and an id, and counts the request. The client may choose the id.
+    """Assigns a context and an id to each request, and counts the request.
 
-    A POST gets a span, because it may create jobs. If the client sends `traceparent`, the span's parent is the client's
-    span. In counts and spans, unknown paths are named `other`, and aliases use the name of their first path.
+    The client may choose the id. A POST request also has a span because it may create jobs. If the client sends
+    `traceparent`, the span's parent is the client's span. In counts and spans, unknown paths are named `other`, and
+    alias paths are named after the endpoint's first path.
     """
 
     def __init__(

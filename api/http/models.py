@@ -1,4 +1,4 @@
-"""The endpoints that list models, in OpenAI's and Anthropic's format, and report the health of the gateway."""
+"""The endpoints that list models in OpenAI's and Anthropic's formats, and report the gateway's health."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _model_object(view: ModelView) -> dict[str, Any]:
 
 
 async def root(request: Request) -> Response:
-    """Handle `GET /`. Browsers are redirected to the console. Clients receive the gateway's API paths."""
+    """Handle `GET /`. Redirect browsers to the console, and return the gateway's API paths to other clients."""
     console = "/console"
     has_console = any(getattr(route, "path", "") == console for route in request.app.routes)
     if has_console and "text/html" in request.headers.get("accept", ""):

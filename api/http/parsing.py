@@ -1,4 +1,4 @@
-"""Parse requests: the caller, the JSON body within its limits, common parameters, and list pages."""
+"""Parse requests, including the caller, the JSON body within its limits, common parameters, and list pages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ParsedRequest:
     async def read_by(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call a function that processes the body.
 
-        A large body is processed in a thread, so the event loop stays free.
+        A large body is processed in a thread, so the event loop is not blocked.
         """
         if self.num_bytes <= LARGE_BYTES:
             return function(*args, **options)
@@ -65,7 +65,7 @@ class ParsedRequest:
 
     @property
     def idempotency_key(self) -> str | None:
-        """The idempotency key that the client sent, combined with its tenant. Raises ApiError."""
+        """The client's idempotency key, combined with the client's tenant. Raises ApiError."""
         key = self.request.headers.get("idempotency-key")
         if key is None:
             return None
@@ -78,7 +78,7 @@ class ParsedRequest:
         return json.dumps([self.caller.tenant, key])
 
     def tier(self) -> str:
-        """Return the service tier of the request. Raises ApiError."""
+        """Return the request's service tier. Raises ApiError."""
         requested = self.body.get("service_tier")
         if requested is not None and requested not in ("auto", *TIERS):
             known = ", ".join(("auto", *TIERS))
@@ -101,7 +101,7 @@ class ParsedRequest:
         return f"{tenant}{SCOPE_SEPARATOR}{salt}"
 
     def params_of_caller(self) -> dict[str, Any]:
-        """Return a job's parameters that depend on the caller: its priority, its scope and its tenant.
+        """Return the job parameters that depend on the caller, which are the priority, the scope and the tenant.
 
         These parameters are arguments of the client's methods. Raises ApiError.
         """
@@ -112,18 +112,21 @@ class ParsedRequest:
 
     @property
     def light_options(self) -> dict[str, Any]:
-        """Arguments of the client's method for a job that needs no slot, which give the job a high priority."""
+        """The client method's arguments for a job that doesn't need a slot, which give the job a high priority."""
         return {"wait": True, "priority": self.caller.light_priority, "fairness_key": self.fairness_key()}
 
     def fairness_key(self) -> str | None:
-        """Return the fairness key of the tenant, or of a user below it. Callers without a tenant have none."""
+        """Return the fairness key of the tenant or of one of its users, or None if the caller has no tenant."""
         if self.caller.tenant is None:
             return None
         key = fairness_key_of(self.caller.tenant)
         return fairness_key_below(key, user) if (user := self._user()) else key
 
     def _user(self) -> str | None:
-        """Return the user that the body names, if users have shares. Values that are not text are ignored."""
+        """Return the user specified in the body, if users have their own shares.
+
+        Values that are not text are ignored.
+        """
         if not self.gateway.settings.gateway_user_shares:
             return None
         metadata = self.body.get("metadata")
@@ -134,8 +137,8 @@ class ParsedRequest:
     def name_of(self, model: ModelView) -> str:
         """Return the model name for the job.
 
-        The name stays "default" if the body names no model or the default model, which is chosen when the job
-        runs.
+        The name is "default" if the body specifies the default model or no model. The default model is then chosen when
+        the job runs.
         """
         name = self.body.get("model") or DEFAULT_MODEL
         name = self.gateway.settings.model_aliases.get(name, name)
@@ -144,9 +147,9 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """The requested page of a list: up to `limit` objects after the object with the id `after`.
+    """The requested page of a list, with up to `limit` objects after the object with the id `after`.
 
-    `order` is "desc" if the newest objects come first, and "asc" if the oldest come first.
+    `order` is "desc" if the newest objects come first, and "asc" if the oldest objects come first.
     """
 
     after: str | None
@@ -164,9 +167,9 @@ class PageQuery:
         return cls(query.get("after") or None, int(limit), order)
 
     def to_list(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the page.
+        """Return the response for the page.
 
-        `found` starts with the page, and contains at least one more object if there is a next page.
+        `found` starts with the page's objects, and contains at least one more object if there is a next page.
         """
         data = list(found[: self.limit])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
@@ -194,7 +197,7 @@ def check_not_encoded(request: Request) -> None:
 
 
 def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """Return the value of an optional boolean member. Raises ApiError if it is neither true nor false."""
+    """Return the value of an optional boolean member. Raises ApiError if the value is neither true nor false."""
     value = values.get(name)
     if value is None:
         return default
@@ -283,8 +286,8 @@ _IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in chunks, s
 def count_values(raw: bytes, limit: int) -> int:
     """Return the number of values in a JSON text, or an upper bound if the bound does not exceed the limit.
 
-    Counting stops as soon as the limit is exceeded. Strings are skipped only if their commas and brackets could
-    matter.
+    Counting stops as soon as the limit is exceeded. Strings are skipped only if their commas and brackets could affect
+    the result.
     """
     num_marks = sum(map(raw.count, (b",", b"[", b"{")))
     if num_marks < limit:
@@ -339,7 +342,7 @@ def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
 def within_limit(limit: int | None, max_tokens: int, num_answers: int = 1) -> int:
     """Return the default for max_tokens if the caller has a limit.
 
-    All answers of the request together may use a quarter of the limit, so that one request does not exhaust it.
+    All answers of the request together may use up to a quarter of the limit, so that one request does not exhaust it.
     """
     if limit is None:
         return max_tokens

@@ -1,4 +1,4 @@
-"""Find the endpoint of a request whose client has a slightly wrong base URL."""
+"""Find the endpoint for a request whose client uses a slightly wrong base URL."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CONSOLE = "/console"  # its router handles slashes by itself
 
 
 def canonical_path(path: str, names: Iterable[str]) -> str:
-    """Return the path of the endpoint that the client means.
+    """Return the path of the endpoint that the client intended to call.
 
-    `names` are the first segments of paths after `/v1`. These paths are also found without `/v1`, and with a repeated
-    `/v1`. Trailing slashes and repeated leading slashes are ignored.
+    `names` contains the first segments of paths after `/v1`. These paths are also found without `/v1` or with a
+    repeated `/v1`. Trailing slashes and repeated leading slashes are ignored.
     """
     if path == _CONSOLE or path.startswith(f"{_CONSOLE}/"):
         return path

@@ -44,10 +44,10 @@ Call = Callable[[str | None], Awaitable[AsyncJob[Any]]]  # queues a job under an
 
 
 class RunningJobs:
-    """Runs one request's jobs: a single job, or one job per prompt. Use it with `async with`.
+    """Runs the jobs of one request, which are a single job or one job per prompt.
 
-    Closing cancels jobs that have not finished, unless the request has an idempotency key. In that case, the client is
-    expected to repeat the request.
+    Use this class with `async with`. Closing cancels jobs that have not finished, unless the request has an idempotency
+    key. In that case, the client is expected to repeat the request.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class RunningJobs:
         has_usage: bool = True,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """Take over the request's charge. `model` is the model's name in the jobs.
+        """Take over the request's charge.
 
-        Jobs that don't report their usage are charged for the estimated tokens. `names` maps job parameters to the
-        names that the caller used. The mapping is needed for errors that a worker reports.
+        `model` is the model name in the jobs. Jobs that don't report their usage are charged for the estimated tokens.
+        `names` maps job parameters to the names that the caller used. The mapping is needed for errors that a worker
+        reports.
         """
         self.parsed = parsed
         self.model = model
@@ -82,11 +83,11 @@ class RunningJobs:
         return dict(self._admission.headers)
 
     def answer(self, body: Mapping[str, Any]) -> JSONResponse:
-        """Return the response to a request without streaming."""
+        """Return the response to a request that is not streamed."""
         return JSONResponse(body, headers={**self.headers, **warning_headers(body)})
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge tokens and jobs. Raises ApiError: 403 if the model is not allowed, 429 if a limit is exceeded."""
+        """Charge tokens and jobs. Raises ApiError (403 if the model is not allowed, 429 if a limit is exceeded)."""
         self.parsed.caller.check_model(self.model)
         await self._admission.reserve(num_tokens, num_jobs)
 
@@ -116,7 +117,7 @@ class RunningJobs:
     async def _check_wait(self) -> None:
         """Raise ApiError (429) if the wait exceeds `gateway_max_wait_s`.
 
-        If the queue is long, the position of this job is checked, because bulk jobs do not delay urgent jobs.
+        If the queue is long, the job's own position is checked because bulk jobs do not delay urgent jobs.
         """
         gateway = self.parsed.gateway
         limit = gateway.settings.gateway_max_wait_s
@@ -155,7 +156,7 @@ class RunningJobs:
                 yield index, event
 
     async def events_and_failures(self, ping_s: float = math.inf) -> AsyncGenerator[IndexedEvent, None]:
-        """Yield the same as `events`, but yield a job's failure as an event instead of raising it."""
+        """Yield the same events as `events`, but yield a job's failure as an event instead of raising it."""
         streams = [job.stream(timeout=math.inf, ping=ping_s) for job in self.jobs]
         async with aclosing(_merged(streams)) as events:
             async for index, event in events:
@@ -167,7 +168,7 @@ class RunningJobs:
                 yield index, event
 
     async def keep_alive(self, index: int) -> bytes:
-        """Return the comment for a job's ping. While the job is waiting, the comment contains its position."""
+        """Return the comment for a job's ping, which contains the job's position while the job is waiting."""
         if self._last_seqs.get(index, -1) >= 0:
             return keep_alive()
         return keep_alive(await self.parsed.gateway.wait_of(self.jobs[index].id, self.model, self.tier))
@@ -181,12 +182,12 @@ class RunningJobs:
         with_failures: bool = False,
         media_type: str = EVENT_STREAM,
     ) -> EventStream:
-        """Return a streamed response. Closing the response also closes the jobs.
+        """Return a streamed response.
 
-        `frames_of` converts the events into frames of this media type, and `error_frame` creates the last frame after
-        an error. With `waits`, the method returns after the first event, so that errors that a worker finds immediately
-        are returned with their HTTP status. With `with_failures`, a job's failure is passed on as an event. Raises
-        ApiError or ClientDisconnect.
+        Closing the response also closes the jobs. `frames_of` converts the events into frames of this media type, and
+        `error_frame` creates the last frame after an error. With `waits`, the method returns after the first event, so
+        that errors that a worker finds immediately have their own HTTP status. With `with_failures`, a job's failure is
+        passed on as an event. Raises ApiError or ClientDisconnect.
         """
         keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
         events = self.events_and_failures(keepalive_s) if with_failures else self.events(keepalive_s)
@@ -219,8 +220,8 @@ class RunningJobs:
     async def wait(self) -> int:
         """Wait until all jobs have finished. Return the number of reasoning tokens in their events. Raises ApiError.
 
-        A result is stored longer than the events. The events have therefore expired if a request is repeated with its
-        idempotency key after a day.
+        Results are stored longer than events. The events may therefore have expired if a request is repeated with its
+        idempotency key.
         """
         num_tokens = 0
         try:
@@ -242,7 +243,7 @@ class RunningJobs:
     async def close(self) -> None:
         """Cancel unfinished jobs and settle the charge, even if the request is cancelled.
 
-        It is safe to call this method repeatedly.
+        This method can be called repeatedly.
         """
         if self._is_closed:
             return
@@ -257,11 +258,11 @@ class RunningJobs:
             gateway.afterwards(self._settle(), until_close=self.survives_disconnect)
 
     def _count_tokens(self) -> None:
-        """Count the tokens of all jobs that are known to have ended."""
+        """Add the tokens of all jobs that are known to have ended to the gateway's counts."""
         self.parsed.gateway.counts.count_tokens(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
-        """Wait until the jobs have finished, and replace the charge with the tokens that they used.
+        """Wait until the jobs have finished, and replace the charge with their actual token usage.
 
         Cancelled jobs finish soon.
         """
@@ -285,7 +286,7 @@ class RunningJobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsRequest(ABC):
-    """A parsed request that jobs answer.
+    """A parsed request that is answered by jobs.
 
     It provides the calls that queue the jobs, and converts their events and results into the response.
     """
@@ -315,23 +316,23 @@ class JobsRequest(ABC):
 
     @abstractmethod
     def refusal(self, error: InvalidJob) -> ApiError:
-        """Return the error for an invalid body, using the parameter names of this API."""
+        """Return the error for an invalid body, using this API's parameter names."""
 
     @abstractmethod
     async def body(self, running: RunningJobs) -> dict[str, Any]:
-        """Return the response body for a request without streaming."""
+        """Return the response body for a request that is not streamed."""
 
     @abstractmethod
     def frames(self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
-        """Convert events into frames of the stream."""
+        """Convert events into the stream's frames."""
 
     @abstractmethod
     def error_frame(self, error: ApiError) -> bytes:
-        """Return the last frame of a stream that fails."""
+        """Return the last frame of a failed stream."""
 
 
 async def run_jobs(parsed: ParsedRequest, jobs_request: JobsRequest) -> Response:
-    """Run the jobs of a request, and return their results or a stream. Raises ApiError or ClientDisconnect."""
+    """Run a request's jobs, and return their results or a stream. Raises ApiError or ClientDisconnect."""
 
     async def start() -> None:
         try:
@@ -412,9 +413,9 @@ async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Indexed
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work for a request that has been read completely.
+    """Await the work for a completely read request, and return the result.
 
-    If the client disconnects first, the work is cancelled, and ClientDisconnect is raised.
+    If the client disconnects first, cancel the work and raise ClientDisconnect.
     """
     working = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))
@@ -435,7 +436,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def warning_headers(answer: Mapping[str, Any]) -> dict[str, str]:
-    """Return the header with the `warnings` of an answer, as a JSON array in ASCII.
+    """Return the header that contains an answer's `warnings` as a JSON array in ASCII.
 
     If the warnings are too long, the last warnings are replaced by their number.
     """

@@ -1,4 +1,4 @@
-"""Serve the gateway with uvicorn, in a separate process."""
+"""Serve the gateway with uvicorn in a separate process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .keys import key_access
 
 
 def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol with a timeout for the head of each request.
+    """Return uvicorn's protocol with a timeout for each request's head.
 
-    A connection is closed if its first request's head takes longer than `head_timeout_s`. For later requests, the
+    A connection is closed if the head of its first request takes longer than `head_timeout_s`. For later requests, the
     timeout starts at the first byte of the head. If a request is answered early, the same time limit applies to the
     rest of its body.
     """
@@ -59,7 +59,7 @@ def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
 
 
 def serve(settings: Settings, host: str, port: int, access: Access | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Requests may then finish within `drain_s`, and all others are cancelled.
+    """Serve until SIGTERM or SIGINT. Running requests then have `drain_s` seconds to finish before they are cancelled.
 
     `access` defaults to `key_access`, which raises SettingsError if other machines can reach the address without
     keys.

@@ -1,4 +1,4 @@
-"""Stream responses as server-sent events, or as lines of JSON."""
+"""Stream responses as server-sent events or as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"  # media type
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
-    """Return a frame. `event` is the name of the event, for clients that need it."""
+    """Return a frame. `event` is the name of the event, for clients that need this name."""
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
@@ -28,20 +28,20 @@ def frame(data: Any, event: str | None = None) -> bytes:
 def keep_alive(wait: str | None = None) -> bytes:
     """Return a comment that keeps a stream open.
 
-    While its job is waiting, the comment is the text of `Gateway.wait_of`.
+    While the stream's job is waiting, the comment is the text of `Gateway.wait_of`.
     """
     return f": {wait or 'keep-alive'}\n\n".encode()
 
 
 def json_line(data: Any) -> bytes:
-    """Return a line of JSON in ASCII, because some clients also split lines at other characters, such as U+2028."""
+    """Return a JSON line in ASCII, because some clients also split lines at other characters, such as U+2028."""
     return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 
 async def with_errors(
     frames: AsyncGenerator[bytes, None], error_frame: Callable[[ApiError], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames. If an error ends them, yield a frame for the error."""
+    """Yield the frames. If producing the frames fails, yield a frame for the error."""
     try:
         async with aclosing(frames):
             async for one in frames:
@@ -53,9 +53,10 @@ async def with_errors(
 
 
 class EventStream(StreamingResponse):
-    """A streamed response. It calls `close` once when it ends, for example when the client disconnects.
+    """A streamed response.
 
-    The next frame is requested after the server has accepted the previous frame.
+    It calls `close` once when it ends, for example when the client disconnects. Each frame is requested after the
+    server has accepted the previous frame.
     """
 
     def __init__(

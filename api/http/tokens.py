@@ -1,4 +1,7 @@
-"""The tokenizing and detokenizing endpoints. Their jobs need no slot, so they have the caller's highest priority."""
+"""The endpoints for tokenizing and detokenizing.
+
+Their jobs don't need a slot, so they have the caller's highest priority.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ async def detokenize(request: Request) -> Response:
 async def _run(
     parsed: ParsedRequest, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[ModelView, Any, dict[str, str]]:
-    """Run a job. If `model` is missing, as in requests to llama-server, the default model runs the job."""
+    """Run a job. If `model` is missing, as in requests for llama-server, the default model runs the job."""
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
     name, options = parsed.name_of(model), parsed.light_options
     try:

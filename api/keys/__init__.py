@@ -1,6 +1,5 @@
-"""API keys, stored without their secrets in Redis or in a file.
+"""API keys, which are stored in Redis or in a file, without their secrets.
 
-The gateway checks keys, and `cellama keys` writes them.
-
-This package may use the settings, and the connections and the contract of `tasks`.
+The gateway checks keys, and `cellama keys` writes them. This package may import the settings, and the connections and
+contract of `tasks`.
 """

@@ -1,6 +1,6 @@
-"""The format of API keys, `sk-ID-SECRET`, and the stored entry of a key: its public id, a digest, rights and limits.
+"""The format of API keys, `sk-ID-SECRET`, and the stored entry of a key, with its public id, digest, rights and limits.
 
-A secret has 238 random bits, so nobody can find it from its SHA-256. Slow hash functions are only needed for passwords.
+A secret has 238 random bits, so it can't be derived from its SHA-256. Only passwords need slow hash functions.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class KeyText:
 
     @property
     def digest(self) -> str:
-        """The digest that is stored instead of the key."""
+        """The digest stored in place of the key."""
         return "sha256:" + hashlib.sha256(self.text.encode("ascii")).hexdigest()
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether the key has this digest, using a constant-time comparison."""
+        """Return whether the key matches this digest, using a constant-time comparison."""
         return hmac.compare_digest(self.digest, digest)
 
 
@@ -59,13 +59,13 @@ def new_key() -> KeyText:
 
 
 def parse_key(text: str) -> KeyText | None:
-    """Return the parts of a key, or None if the text does not have the format of a key."""
+    """Return the parts of a key, or None if the text is not in the key format."""
     found = _KEY.fullmatch(text)
     return found and KeyText(found[1], text)
 
 
 def sent_key(headers: Mapping[str, str]) -> str | None:
-    """Return the key that a client sent in the header `Authorization` (OpenAI) or `x-api-key` (Anthropic)."""
+    """Return the key that a client sent in the `Authorization` (OpenAI) or `x-api-key` (Anthropic) header."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and bearer.strip():
         return bearer.strip()
@@ -78,29 +78,32 @@ State = Literal["active", "expired", "revoked"]
 
 
 class KeyEntry(BaseModel):
-    """A key without its secret: its owner, its rights and its limits. Entries with unknown fields are invalid."""
+    """A key's owner, rights and limits, without the key's secret. Entries with unknown fields are invalid."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(pattern=KEY_ID, description="the part of the key between `sk-` and the secret")
+    id: str = Field(pattern=KEY_ID, description="key id, which is the part of the key between `sk-` and the secret")
     digest: str = Field(
         pattern=DIGEST, repr=False, description="`sha256:` followed by the SHA-256 digest of the whole key"
     )
-    tenant: str = Field(description="owner; keys of the same tenant share cached prefixes, files and responses")
+    tenant: str = Field(
+        description="tenant that owns the key; keys of the same tenant share cached prefixes, files and responses"
+    )
     name: str = Field(default="", max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", description="display name")
     models: Annotated[frozenset[str], Field(min_length=1)] | None = Field(
-        default=None, description="ids or aliases of the models that the key may use; default: all"
+        default=None, description="ids or aliases of the models that requests may use; default: all"
     )
     adapters: frozenset[str] | None = Field(
-        default=None, description="names of the LoRA adapters that the key may use; []: none; default: all"
+        default=None,
+        description="names of the LoRA adapters that requests may use, or [] to forbid adapters; default: all",
     )
     priority: Tier | None = Field(
         default=None,
-        description="highest service tier that requests may use, and their default: flex, default or priority",
+        description="highest service tier that requests may use, and also their default: flex, default or priority",
     )
     admin: bool = Field(
         default=False,
-        description="whether the owner may see all tenants and manage keys in the console; default: false",
+        description="whether the key's owner may see all tenants and manage keys in the console; default: false",
     )
     requests_per_minute: int | None = Field(
         default=None, ge=1, description="maximum number of requests in any 60 s; default: no limit"
@@ -118,7 +121,7 @@ class KeyEntry(BaseModel):
         default=None, description="expiry time, with a time zone; default: the key never expires"
     )
     revoked_at: AwareDatetime | None = Field(
-        default=None, description="time from which the key is invalid, with a time zone"
+        default=None, description="time from which the key is revoked, with a time zone"
     )
 
     @field_validator("tenant")
@@ -130,7 +133,7 @@ class KeyEntry(BaseModel):
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `admin` unless it is set, because versions of cellama without this field reject an entry that has it."""
+        """Omit `admin` unless it is set, because cellama versions without this field reject entries that contain it."""
         fields: dict[str, Any] = write(self)
         if not self.admin:
             fields.pop("admin", None)
@@ -141,7 +144,7 @@ class KeyEntry(BaseModel):
         return None if names is None else sorted(names)
 
     def state(self, now: float) -> State:
-        """Return the key's state at this time (Unix seconds)."""
+        """Return the key's state at this time, which is in Unix seconds."""
         if self.revoked_at is not None:
             return "revoked"
         return "expired" if _has_passed(self.expires_at, now) else "active"

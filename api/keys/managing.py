@@ -1,4 +1,4 @@
-"""Create and revoke API keys, for the command line and for the console."""
+"""Create and revoke API keys, for the command line and the console."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 class InvalidKeyField(ValueError):
-    """A field of a new key is invalid. The message names the field and its valid values."""
+    """A field of a new key is invalid. The message contains the field's name and its valid values."""
 
 
 async def create_key(
@@ -43,7 +43,7 @@ async def create_key(
 
 
 async def revoke_key(store: KeyStore, key_id: str) -> KeyLookup:
-    """Revoke the key with this id, or this key itself, and return it. The entry of an unknown key is None."""
+    """Revoke a key, given by its id or by the key itself, and return the result. An unknown key's entry is None."""
     key = parse_key(key_id)
     key_id = key_id if key is None else key.id
     found = await store.look_up(key_id)
@@ -58,12 +58,12 @@ def seconds_of(lifetime: str) -> float:
     """Return the number of seconds in a lifetime such as 30m, 12h, 90d or 4w. Raises InvalidKeyField."""
     found = re.fullmatch(r"([1-9]\d{0,3})([mhdw])", lifetime, re.ASCII)
     if found is None:
-        raise InvalidKeyField(f"invalid duration {lifetime[:40]!r}; use for example 30m, 12h, 90d or 4w")
+        raise InvalidKeyField(f"invalid duration {lifetime[:40]!r}; use, for example, 30m, 12h, 90d or 4w")
     return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
 
 
 def as_toml(entry: KeyEntry) -> str:
-    """Return a key's entry for a keys file."""
+    """Return a key's entry in the format of a keys file."""
     lines = ["[[keys]]"]
     for name, value in entry.model_dump(exclude_none=True).items():
         if isinstance(value, datetime):

@@ -30,9 +30,9 @@ class _Keys(BaseModel):
 
 
 class KeyFile:
-    """The keys in a file, which is read again after it has changed.
+    """The keys in a file, which is read again when it changes.
 
-    If reading fails, an error is logged, and the keys that were last read stay valid.
+    If reading fails, an error is logged, and the previously read keys stay valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class KeyFile:
         return self._entries
 
     def _file_version(self) -> tuple[int, ...]:
-        """Return values that change when the file is written or replaced."""
+        """Return the file's modification time, size and inode, which change when the file is written or replaced."""
         try:
             found = self._path.stat()
         except OSError:
@@ -63,7 +63,10 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Read the keys in a file, and return them keyed by id. Raises SettingsError with all problems in the file."""
+    """Read the keys in a file, and return their entries keyed by id.
+
+    Raises SettingsError with all problems in the file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         values: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -82,7 +85,7 @@ def read_keys(path: Path) -> dict[str, KeyEntry]:
 
 
 def _explain(problem: Any) -> str:
-    """Describe a problem without showing the value, which may be a key where its digest was expected."""
+    """Describe a problem without showing the value, which may be a complete key instead of its digest."""
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown field; use one of: {', '.join(KeyEntry.model_fields)}"
@@ -95,7 +98,7 @@ GONE_AFTER_S = 30 * 86_400.0  # after the last use of a deleted key, its time of
 
 @dataclass(frozen=True, slots=True)
 class KeyLookup:
-    """The result of looking up a key id. The time comes from Redis' clock (Unix seconds)."""
+    """The result of looking up a key id. The time is the Redis clock's time in Unix seconds."""
 
     entry: KeyEntry | None
     used_at: float | None
@@ -104,7 +107,7 @@ class KeyLookup:
 
     @property
     def is_use_due(self) -> bool:
-        """Whether the use of the key should be recorded, because no use was recorded in the last minute."""
+        """Whether the key's use should be recorded because no use was recorded in the last minute."""
         return self.entry is not None and (self.used_at is None or self.now - self.used_at >= USED_EVERY_S)
 
 
@@ -114,7 +117,7 @@ class KeyStore:
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
         """Create a store.
 
-        If a file is given, only its keys exist, and Redis is used only for its clock and for last-used times.
+        If a file is given, only the file's keys exist, and Redis provides only the clock and last-used times.
         """
         self._redis = redis
         self._file = file
@@ -155,8 +158,7 @@ class KeyStore:
     async def _forget_gone(self, now: float) -> None:
         """Delete the last-used times of deleted keys.
 
-        A key that this gateway does not know may be in the file of another gateway, so only old times are
-        deleted.
+        Keys missing from this gateway's file may be in another gateway's file, so only old times are deleted.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hkeys(api_keys_key())
@@ -183,7 +185,7 @@ class KeyStore:
         return sorted(found, key=_age)
 
     async def now(self) -> datetime:
-        """Return the time from Redis' clock."""
+        """Return the Redis clock's time."""
         time: Any = await self._redis.time()
         return datetime.fromtimestamp(int(seconds_of(time)), UTC)
 
@@ -199,7 +201,10 @@ def _age(found: KeyLookup) -> tuple[float, str]:
 
 
 def _time(value: bytes | None) -> float | None:
-    """Return the time, or None if it is missing or malformed. The next use overwrites a malformed time."""
+    """Return the last-used time, or None if it is missing or malformed.
+
+    The key's next use overwrites a malformed time.
+    """
     try:
         return None if value is None else float(value)
     except ValueError:
@@ -209,7 +214,7 @@ def _time(value: bytes | None) -> float | None:
 def _parsed(value: bytes | None) -> KeyEntry | None:
     """Return the entry, or None if it is missing, invalid or from a newer version.
 
-    The gateway rejects keys without an entry.
+    The gateway rejects keys without a valid entry.
     """
     if value is None:
         return None

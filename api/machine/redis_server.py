@@ -1,4 +1,4 @@
-"""Start and stop a Redis server on this machine, which stops when the process that started it exits."""
+"""Start and stop a Redis server on this machine. The server stops when the process that started it exits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RedisServerError(Exception):
-    """The Redis server is not installed, or it did not start. The message names the remedy."""
+    """The Redis server is not installed or did not start. The message contains the remedy."""
 
 
 class PortTaken(RedisServerError):
@@ -54,7 +54,7 @@ class PortTaken(RedisServerError):
 
 
 def find_redis_binary() -> Path:
-    """Return the path of Valkey from the extra `embedded`, or else of the system's Redis.
+    """Return the path of Valkey from the `embedded` extra, or of the system's Redis if Valkey is not installed.
 
     Raises RedisServerError.
     """
@@ -76,9 +76,10 @@ def _installation_hint() -> str:
 
 
 def free_port() -> int:
-    """Return a free TCP port on loopback. Raises PortTaken if all ports are in use.
+    """Return a free TCP port on loopback.
 
-    The port is outside the range from which the system assigns ports to connections, so no connection can take it.
+    Raises PortTaken if all ports are in use. The port is outside the range from which the system assigns ports to
+    outgoing connections, so no connection can take it.
     """
     for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -102,11 +103,12 @@ def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
 
 @dataclass
 class RedisServer:
-    """A Redis server on loopback. Its data stays in `data_dir`, and the next server with this directory loads the data.
+    """A Redis server on loopback.
 
-    Clients need a password. If no password is given, the password of the last start in `data_dir` is used, and a
-    new random password is created for the first start. The file `data_dir/url` contains the password, and only its
-    owner can read the file. The password never appears on a command line.
+    Its data is stored in `data_dir`, and the next server with this directory loads the data. Clients need a password.
+    If no password is given, the server uses the password from the last start in `data_dir`, or a new random password at
+    the first start. The file `data_dir/url` contains the password, and can be read only by its owner. The password
+    never appears on a command line.
     """
 
     port: int
@@ -131,20 +133,20 @@ class RedisServer:
     ) -> RedisServer:
         """Start a server whose append-only file is in `data_dir`, and wait until it has loaded the file and answers.
 
-        Raises PortTaken, and RedisServerError with the last lines of its log.
+        Raises PortTaken, or RedisServerError with the last lines of the server's log.
         """
         server = cls(port or free_port(), data_dir, password or "", admin_commands)
         server.run()
         return server
 
     def run(self) -> None:
-        """Start or restart the process, and wait until it answers."""
+        """Start or restart the server process, and wait until the server answers."""
         check_port_free(self.port, "choose another port, or stop the program")
         self.begin()
         self._wait_until_ready()
 
     def begin(self) -> None:
-        """Start the process without waiting until it answers."""
+        """Start the server process without waiting until the server answers."""
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_private(data_dir / URL_FILE, self.url + "\n")
@@ -217,7 +219,7 @@ class RedisServer:
         return self.process.pid if self.process else None
 
     def stop(self) -> None:
-        """Stop the process after it has written its data. Calling it again has no effect."""
+        """Stop the process after it has written its data. Further calls have no effect."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -249,8 +251,8 @@ def die_with(parent: int) -> Callable[[], None]:
     """Return a `preexec_fn` that makes Linux send SIGTERM to a child when its parent process exits or crashes.
 
     Linux watches the parent *thread*, so start children from a thread that lives as long as the children should.
-    Pass the parent's process id, as it was before the fork. A parent id of 1 does not mean that the parent has
-    exited, because in a container the parent itself may have this id.
+    Pass the parent's process id as returned before the fork. A parent id of 1 does not mean that the parent has exited,
+    because the parent itself may have this id in a container.
     """
 
     def request_signal() -> None:

@@ -1,4 +1,4 @@
-"""Keep child processes running: restart children that crash, and stop all children when their owner stops."""
+"""Keep child processes running. Restart children that crash, and stop all children when their owner stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEALTHY_S = 60.0  # a child that ran longer is restarted without delay
 
 @dataclass
 class Child:
-    """A process that the supervisor keeps running. Without `log_path`, it writes to its owner's output."""
+    """A process that the supervisor keeps running. Without `log_path`, the process writes to its owner's output."""
 
     name: str
     argv: Sequence[str]
@@ -42,7 +42,7 @@ class Child:
     restart_at: float = 0.0
 
     def start(self) -> None:
-        """Start the process in its own session, so that only the owner receives Ctrl-C."""
+        """Start the process in its own session so that only the owner receives Ctrl-C."""
         output = self.log_path.open("ab") if self.log_path else None
         try:
             self.process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Child:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def signal(self, number: int) -> None:
-        """Send a signal if the process is running."""
+        """Send a signal to the process if it is running."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -76,12 +76,13 @@ class Child:
 
 
 class Supervisor:
-    """Runs children until a stop is requested, or until a child exits with one of its final codes."""
+    """Runs children until a stop is requested or a child exits with one of its final codes."""
 
     def __init__(self, children: Sequence[Child], external: Sequence[Child] = ()) -> None:
-        """Supervise `children` and `external` processes. External processes are restarted even while the children stop.
+        """Supervise `children` and `external` processes.
 
-        The caller starts and stops the external processes.
+        External processes are restarted even while the children are stopping. The caller starts and stops the external
+        processes.
         """
         self.children = children
         self._external = external
@@ -93,7 +94,10 @@ class Supervisor:
             child.start()
 
     def run(self) -> int:
-        """Watch the children until a stop is requested. Return the exit code for the owner."""
+        """Watch the children until a stop is requested or a child exits with a final code.
+
+        Return the exit code for the owner.
+        """
         while not self._num_stops:
             for child in (*self._external, *self.children):
                 code = self._watch(child)
@@ -104,9 +108,9 @@ class Supervisor:
         return 0
 
     def _reap_orphans(self) -> None:
-        """Reap processes whose parent exited before them, which would remain as zombies. Only PID 1 does this.
+        """Reap orphaned processes, which would otherwise remain as zombies. Only PID 1 does this.
 
-        Exited children are left to the supervisor, which needs their exit codes. If an exited child is found
+        Exited children are not reaped here because the supervisor needs their exit codes. If an exited child is found
         first, the next call reaps the remaining orphans.
         """
         while os.getpid() == 1 and (exited := _next_exited()) is not None:
@@ -117,7 +121,10 @@ class Supervisor:
             os.waitpid(exited, 0)
 
     def _watch(self, child: Child) -> int | None:
-        """Restart a child that has exited. If its exit code is one of its final codes, return the code instead."""
+        """Restart a child that has exited.
+
+        If the exit code is one of the child's final codes, return the code instead.
+        """
         if child.running or child.process is None:
             if child.process is None and time.monotonic() >= child.restart_at:
                 child.start()
@@ -138,7 +145,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise KeyboardInterrupt if a stop was requested.
 
-        Code that waits for something calls this method regularly.
+        Waiting code calls this method regularly.
         """
         if self._num_stops:
             raise KeyboardInterrupt
@@ -146,7 +153,7 @@ class Supervisor:
     def request_stop(self) -> None:
         """Make `run` return.
 
-        While `stop` waits, a second request hands back running jobs, and a third kills the children.
+        While `stop` is waiting, a second request hands back running jobs, and a third request kills the children.
         """
         self._num_stops += 1
         self._wake.set()
@@ -155,7 +162,7 @@ class Supervisor:
                 child.signal(signal.SIGTERM if self._num_stops == 2 else signal.SIGKILL)
 
     def stop(self, timeout_s: float = 600.0) -> None:
-        """Stop the children one after another, when they have finished their work. Kill children that take too long."""
+        """Stop the children one after another, letting each child finish its work. Kill children that take too long."""
         deadline = time.monotonic() + timeout_s
         for child in self.children:
             child.signal(signal.SIGTERM)
@@ -192,7 +199,7 @@ def _next_exited() -> int | None:
 
 
 def worker_argv(name: str) -> list[str]:
-    """Return the command line of a worker. `%h` in its name stands for the host."""
+    """Return a worker's command line. In `name`, `%h` stands for the host."""
     argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", name]
     return [*argv, "--without-gossip", "--without-mingle"]
 

@@ -1,4 +1,4 @@
-"""Read metrics about queues, leases, bulk runs and tenants from Redis, at most once a second."""
+"""Read metrics about queues, leases, bulk runs and tenants from Redis, no more than once per second."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
 
 
 class Scrape:
-    """Reads the metrics. Only the server's thread uses it."""
+    """Reads the metrics. Only the server's thread uses this class."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
@@ -110,7 +110,7 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
 
 
 def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
-    """Add the queues for `:default`, models that workers serve, and models that have waiting or running jobs.
+    """Add the queues of `:default`, of models that workers serve, and of models with waiting or running jobs.
 
     Return whether queues were omitted because of the limits. Raises RedisError.
     """
@@ -180,7 +180,7 @@ def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
 
 
 def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
-    """Add the sizes of the ledger's sets at the time `now`, which comes from Redis' clock. Raises RedisError."""
+    """Add the sizes of the ledger's sets at the time `now`, which is the Redis clock's time. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.zcard(leases_key())
     pipeline.zcount(leases_key(), "-inf", now)
@@ -202,7 +202,7 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
 
 
 def _late(first: list[tuple[bytes, float]], now: float) -> float:
-    """Return the seconds since the first entry's time, or 0 if this time is in the future or there is no entry."""
+    """Return the seconds since the first entry's time, or 0 if this time is in the future or there are no entries."""
     return max(0.0, now - first[0][1]) if first else 0.0
 
 
@@ -249,7 +249,7 @@ def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
 
 
 def add_shares(redis: Redis, figures: Figures) -> bool:
-    """Add the fairness keys with the most service in the last hour, and the sums of all others as `other`.
+    """Add the fairness keys with the most service in the last hour, and the sums of all other keys as `other`.
 
     Return whether other keys exist. Raises RedisError.
     """

@@ -1,4 +1,4 @@
 """Convert Ollama's request bodies into job parameters, and results and events into its answers, without HTTP.
 
-This package may use `tasks.contract`, and the parts of `openai` and `anthropic` that the formats have in common.
+This package may import `tasks.contract`, and the parts of `openai` and `anthropic` that the formats have in common.
 """

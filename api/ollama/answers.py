@@ -1,4 +1,4 @@
-"""Convert job results and events into Ollama's answers, and models into its lists."""
+"""Convert job results and events into Ollama's answers, and models into Ollama's model lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Writes the answers of one endpoint for a model, under the name that the caller used."""
+    """Builds an endpoint's answers for a model, using the model name that the caller sent."""
 
     url: str
     model: str
@@ -49,7 +49,7 @@ class AnswerForm:
         return {**part, **end_of(result)}
 
     def parts(self, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the parts of a stream for a job event."""
+        """Yield the stream parts for a job event."""
         kind = event["type"]
         if kind == "ping":
             yield self.part()  # clients expect an object in each line, so an empty part keeps the connection open
@@ -62,14 +62,14 @@ class AnswerForm:
             yield self.part(text, thinking, logprobs=event.get("logprobs"))
 
     def loaded(self) -> dict[str, Any]:
-        """Return the answer to a request without a prompt, which asks whether the model is loaded."""
+        """Return the answer to a request without a prompt, which checks whether the model is loaded."""
         return {**self.part(), "done": True, "done_reason": "load"}
 
 
 def end_of(end: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members that end an answer: its reason, and the measured counts and durations in nanoseconds.
+    """Return the members that end an answer: the reason, and the measured counts and durations in nanoseconds.
 
-    The queue time is reported as the loading time. A job that timed out is reported as cut off.
+    The queue time is reported as the loading time. A timed-out job is reported as cut off.
     """
     timings, usage = end.get("timings", {}), end["usage"]
     total, queued = timings.get("duration_ms") or 0.0, timings.get("queue_ms") or 0.0
@@ -111,12 +111,12 @@ def calls_of(calls: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def name_of(view: ModelView) -> str:
-    """Return the name of a model with a tag, because clients add `:latest` to names without a tag."""
+    """Return a model's name with a tag, because clients add `:latest` to names without a tag."""
     return view["id"] if ":" in view["id"] else view["id"] + LATEST
 
 
 def listed(view: ModelView) -> dict[str, Any]:
-    """Return the entry of a model in the list of models."""
+    """Return a model's entry in the model list."""
     return {
         "name": name_of(view),
         "model": name_of(view),
@@ -129,7 +129,7 @@ def listed(view: ModelView) -> dict[str, Any]:
 
 
 def running(view: ModelView) -> dict[str, Any]:
-    """Return the entry of a model in the list of models in memory."""
+    """Return a model's entry in the list of loaded models."""
     memory = view.get("memory") or {}
     on_gpus = sum(
         use["weights_bytes"] + use["kv_bytes"] + use["compute_bytes"]
@@ -149,7 +149,7 @@ def running(view: ModelView) -> dict[str, Any]:
 
 
 def shown(view: ModelView) -> dict[str, Any]:
-    """Return the description of a model. Its context length is that of a slot, which limits requests."""
+    """Return a model's description. Its context length is the slot's context length, which limits requests."""
     architecture, context = view.get("architecture") or "", view.get("ctx_per_slot") or 0
     parameters = {"num_ctx": context, **view.get("sampling", {})}
     return {
@@ -183,7 +183,7 @@ def details_of(view: ModelView) -> dict[str, Any]:
 
 
 def capabilities_of(view: ModelView) -> list[str]:
-    """Return Ollama's names for what a model and its chat template support."""
+    """Return Ollama's names for the features that a model and its chat template support."""
     names = [_CAPABILITIES[name] for name in view["capabilities"] if name in _CAPABILITIES]
     return list(dict.fromkeys([*names, *view.get("chat_features", ())]))
 

@@ -28,10 +28,10 @@ _DURATION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ParsedOllamaBody:
-    """A job that was read from a body. `params` excludes the model and the content, which is a prompt or messages.
+    """A job parsed from a body.
 
-    Empty content asks whether the model is loaded, and needs no job. `names` maps job parameters to the
-    caller's names.
+    `params` excludes the model and the content, which is a prompt or messages. Empty content checks whether the model
+    is loaded, which doesn't require a job. `names` maps job parameters to the caller's names.
     """
 
     kind: Literal["chat", "generate"]
@@ -76,7 +76,7 @@ def parse_generate(body: Mapping[str, Any], *, has_template: bool) -> ParsedOlla
 
 
 def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]:
-    """Return the texts and the parameters of an embedding job. An empty text asks whether the model is loaded."""
+    """Return the texts and parameters of an embedding job. An empty text checks whether the model is loaded."""
     given = set_parameters(body, PARAMETERS[url])
     check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
@@ -91,7 +91,7 @@ def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]
 
 
 def check_keep_alive(value: Any) -> None:
-    """Check a duration, which is a number of seconds, or a text such as 5m."""
+    """Check a duration, which is a number of seconds or a text such as 5m."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (value is None or is_number or (isinstance(value, str) and _is_duration(value))):
         raise InvalidJob(f"keep_alive is {shorten(value)}; it must be a number of seconds, or a duration such as 5m")
@@ -112,7 +112,7 @@ def _is_duration(text: str) -> bool:
 
 
 def _params(given: Mapping[str, Any], url: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the parameters of a generating job, and the caller's names for them."""
+    """Return the parameters of a generation job, and the caller's names for them."""
     check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
     names = _take_options(params, given.get("options", {}))
@@ -124,14 +124,14 @@ def _params(given: Mapping[str, Any], url: str) -> tuple[dict[str, Any], dict[st
 
 
 def _take_options(params: dict[str, Any], options: Any) -> dict[str, str]:
-    """Add the options to the parameters. Return the caller's names for the parameters that come from options."""
+    """Add the options to the parameters. Return the caller's names for parameters set by options."""
     if not isinstance(options, dict):
         raise InvalidJob(f"options is {shorten(options)}; it must be an object")
     names = {}
     for option, value in options.items():
         if option not in OPTIONS:
             raise InvalidJob(
-                f"unknown option {shorten(option)}; known options: {', '.join(sorted(OPTIONS))}; parameters of jobs "
+                f"unknown option {shorten(option)}; known options: {', '.join(sorted(OPTIONS))}; job parameters "
                 "belong outside of options"
             )
         rule = OPTIONS[option]
@@ -147,7 +147,7 @@ def _take_options(params: dict[str, Any], options: Any) -> dict[str, str]:
 
 
 def _is_default(option: str, value: Any) -> bool:
-    """Return whether the value of an option means that the job parameter is not set."""
+    """Return whether an option's value means that the job parameter is not set."""
     return type(value) is int and option == "num_predict" and value < 0
 
 

@@ -18,9 +18,10 @@ _MEMBERS = {  # Ollama's name → name in messages of jobs. Other members are ig
 
 
 def messages_of(messages: list[Any]) -> list[Any]:
-    """Return a job's messages. Members with a wrong type stay unchanged, because the payload rejects them.
+    """Return a job's messages.
 
-    Calls and results in Ollama's format often have no ids, so they are assigned the ids that chat templates need.
+    Members of a wrong type are left unchanged because the payload rejects them. Calls and results in Ollama's format
+    often lack ids, so they are assigned the ids that chat templates need.
     """
     ids = _CallIds()
     return [_message(message, f"messages.{index}", ids) for index, message in enumerate(messages)]
@@ -29,8 +30,8 @@ def messages_of(messages: list[Any]) -> list[Any]:
 class _CallIds:
     """Assigns ids to calls without an id, and to the results of these calls.
 
-    The ids depend only on the number of calls before them, so a growing conversation keeps its ids. They have nine
-    characters, because some chat templates accept no other length.
+    Each id depends only on the number of preceding calls, so a growing conversation keeps its ids. Ids have nine
+    characters because some chat templates accept no other length.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class _CallIds:
         self._open: list[tuple[str, Any]] = []  # id and name of each call in the last reply that has no result yet
 
     def of_calls(self, calls: list[Any]) -> list[Any]:
-        """Return the calls of a reply with their ids."""
+        """Return a reply's calls with their ids."""
         self._open = []
         return [self._call(call) for call in calls]
 
@@ -54,7 +55,8 @@ class _CallIds:
     def of_result(self, call_id: Any, name: Any) -> Any:
         """Return the id of the call that a result belongs to.
 
-        Without an id, this is the first call with this name that has no result yet, or else the first call.
+        If the result has no id, this is the first open call with the same name, or the first open call if no name
+        matches.
         """
         candidates = [one for one in self._open if call_id in (None, one[0])]
         found = next((one for one in candidates if one[1] == name), next(iter(candidates), None))

@@ -1,7 +1,7 @@
 """Define how each of Ollama's parameters and options is handled. The documentation is generated from these tables.
 
-A parameter that is not in a table must be a job parameter (docs/reference/parameters.md). Otherwise it is rejected.
-An option that is not in `OPTIONS` is rejected.
+A parameter that is not in a table must be a job parameter (docs/reference/parameters.md). Otherwise, it is rejected.
+Options that are not in `OPTIONS` are also rejected.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _TEXT_ONLY = "models can only process text; remove images"
 _COMMON = {
     "model": ParameterRule("mapped", "the tag `:latest` can be omitted or added"),
     "keep_alive": ParameterRule("ignored", "models stay loaded until they are unloaded from the workers"),
-    "service_tier": ParameterRule("mapped", "same as for OpenAI's API"),
+    "service_tier": ParameterRule("mapped", "same as in OpenAI's API"),
     "priority": ParameterRule("rejected", "use `service_tier`"),
 }
 _GENERATION = {
     **_COMMON,
-    "cache_salt": ParameterRule("mapped", "same as for OpenAI's API"),
+    "cache_salt": ParameterRule("mapped", "same as in OpenAI's API"),
     "cache_scope": ParameterRule("rejected", "use `cache_salt`"),
     "stream": ParameterRule("mapped", "newline-delimited JSON; default: true"),
-    "options": ParameterRule("mapped", "the table of options lists how each option is handled"),
+    "options": ParameterRule("mapped", "the table of options shows how each option is handled"),
     "format": ParameterRule(
         "mapped",
         "`json` or a JSON Schema. Keywords that can't be enforced are ignored and listed in `warnings`. With "
@@ -42,7 +42,7 @@ _GENERATION = {
         "mapped", "number of alternatives per token, up to 20; requires `logprobs`", "logprobs"
     ),
     "truncate": ParameterRule("rejected", "a prompt that is too long causes an error", harmless=(False,)),
-    "shift": ParameterRule("rejected", "a context that is full ends the answer", harmless=(False,)),
+    "shift": ParameterRule("rejected", "answers end when the context is full", harmless=(False,)),
     "n": ParameterRule("rejected", "an answer is a single text", harmless=(1,)),
     "return_tokens": ParameterRule("rejected", "answers have no field for tokens; use /tokenize", harmless=(False,)),
     "_debug_render_only": ParameterRule(
@@ -106,10 +106,10 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
     },
 }
 
-_OF_WORKERS = ParameterRule("ignored", "the settings of the model on its workers determine it")
+_OF_WORKERS = ParameterRule("ignored", "set by the model's settings on its workers")
 OPTIONS: Mapping[str, ParameterRule] = {
     "num_predict": ParameterRule(
-        "renamed", "a negative number means the rest of the context, as by default", "max_tokens"
+        "renamed", "a negative number means the rest of the context, which is also the default", "max_tokens"
     ),
     **{
         name: ParameterRule("unchanged")
@@ -117,13 +117,13 @@ OPTIONS: Mapping[str, ParameterRule] = {
     },
     **{name: ParameterRule("unchanged") for name in ("frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta")},
     "seed": ParameterRule(
-        "mapped", "-1 means a random seed. Other negative seeds are mapped into the range of jobs", "seed"
+        "mapped", "-1 means a random seed. Other negative seeds are mapped into the range that jobs accept", "seed"
     ),
-    "top_k": ParameterRule("mapped", "a negative number keeps all tokens, like 0", "top_k"),
+    "top_k": ParameterRule("mapped", "a negative number keeps all tokens, as does 0", "top_k"),
     "repeat_last_n": ParameterRule("mapped", "-1 means the whole context", "repeat_last_n"),
-    "num_ctx": ParameterRule("ignored", "`ctx_per_slot` in the settings of the model is the length of the context"),
-    "num_keep": ParameterRule("ignored", "a context that is full ends the answer"),
-    **{name: ParameterRule("ignored", "llama.cpp has removed it") for name in ("penalize_newline", "tfs_z")},
+    "num_ctx": ParameterRule("ignored", "`ctx_per_slot` in the model's settings determines the context length"),
+    "num_keep": ParameterRule("ignored", "answers end when the context is full"),
+    **{name: ParameterRule("ignored", "removed from llama.cpp") for name in ("penalize_newline", "tfs_z")},
     **dict.fromkeys(("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"), _OF_WORKERS),
     **dict.fromkeys(("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"), _OF_WORKERS),
     "draft_num_predict": _OF_WORKERS,

@@ -16,18 +16,18 @@ _BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")  # the text of a token whose
 
 
 def fingerprint_of(digest: str) -> str:
-    """Return the `system_fingerprint` of a model's answers, from the SHA-256 of its file."""
+    """Return the `system_fingerprint` for a model's answers, based on the SHA-256 of the model file."""
     return f"fp_{digest[:12]}"
 
 
 def warnings_of(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the answer's member `warnings`, with the warnings of its jobs, such as keywords that were not enforced."""
+    """Return the answer's `warnings` member, which lists its jobs' warnings, such as unenforced keywords."""
     warnings = list(dict.fromkeys(warning for result in results for warning in result.get("warnings", ())))
     return {"warnings": warnings} if warnings else {}
 
 
 def usage_of(usages: Sequence[Mapping[str, Any]], reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """Return the token counts of an answer's jobs under OpenAI's names."""
+    """Return the token counts of an answer's jobs, using OpenAI's names."""
 
     def total(name: str) -> int:
         return sum(usage[name] for usage in usages)
@@ -52,7 +52,7 @@ def body_of(
     results: Sequence[Mapping[str, Any]],
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return the body of a completion, with the choices of all prompts."""
+    """Return the body of a completion response, with the choices for all prompts."""
     choices = [choice for result in results for choice in (result.get("choices") or [result])]
     return {
         "id": answer_id,
@@ -66,7 +66,7 @@ def body_of(
 
 
 def finish_reason_of(reason: str, calls: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return OpenAI's finish reason. An answer that timed out is reported as cut off."""
+    """Return OpenAI's finish reason. A timed-out answer is reported as cut off."""
     if reason == "timeout":
         return "length"
     is_partial = any(call.get("partial") for call in calls or ())  # because of a stop string
@@ -76,7 +76,7 @@ def finish_reason_of(reason: str, calls: Sequence[Mapping[str, Any]] | None) -> 
 def ended_in_reasoning(result: Mapping[str, Any]) -> bool:
     """Return whether a chat was cut off during its reasoning.
 
-    The stream of such a chat contains neither an end of reasoning nor a signature.
+    The stream of such a chat contains neither the end of the reasoning nor a signature.
     """
     message = result["message"]
     has_finished = result["finish_reason"] == "stop" and result.get("stop_sequence") is None
@@ -117,7 +117,7 @@ def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a response with embeddings."""
+    """Return the response body that contains the embeddings."""
     data = [
         {"object": "embedding", "index": index, "embedding": vector}
         for index, vector in enumerate(result["embeddings"])
@@ -143,13 +143,13 @@ def failure_of(custom_id: str | int | None, request_id: str, error: Mapping[str,
 
 
 def bytes_of(text: str) -> bytes:
-    """Return the bytes of a token. In results, `bytes:\\xe2\\x82` stands for bytes that are not valid UTF-8."""
+    """Return a token's bytes. In results, `bytes:\\xe2\\x82` stands for bytes that are not valid UTF-8."""
     found = _BYTES.fullmatch(text)
     return text.encode() if found is None else bytes.fromhex(found[1].replace("\\x", ""))
 
 
 def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the logprobs of tokens in the format of chat completions."""
+    """Return the tokens' logprobs in the chat completion format."""
     content = [
         {
             **_entry(entry["text"], entry["logprob"]),
@@ -163,9 +163,10 @@ def chat_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text_logprobs(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict[str, Any]:
-    """Return the logprobs of tokens in the format of completions. `first_offset` counts the characters before them.
+    """Return the tokens' logprobs in the completion format.
 
-    As in OpenAI's API, the alternatives always include the sampled token, so there may be one more than requested.
+    `first_offset` is the number of characters before the tokens. As in OpenAI's API, the alternatives always include
+    the sampled token, so there may be one more alternative than requested.
     """
     decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), first_offset, []
     for entry in entries:

@@ -26,9 +26,9 @@ _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, 
 
 
 def params_of_body(url: Any, body: Any, known: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """Convert a body into parameters of a job that does not stream, including its model.
+    """Convert a body into the parameters of a job that is not streamed, including its model.
 
-    An error for an unknown `url` names the `known` ones.
+    The error for an unknown `url` lists the `known` URLs.
     """
     if url not in known:
         raise InvalidJob(f"url is {url!r}; it must be one of {', '.join(known)}")
@@ -48,9 +48,9 @@ def params_of_body(url: Any, body: Any, known: Iterable[str] = PARAMETERS) -> di
 def set_parameters(
     body: Mapping[str, Any], rules: Mapping[str, ParameterRule], job: type[BaseJob] = ChatJob
 ) -> dict[str, Any]:
-    """Return the parameters of a body that are not null, with the names and values of vLLM and llama-server converted.
+    """Return a body's non-null parameters, with the names and values of vLLM and llama-server converted.
 
-    `job` is the payload of the endpoint's jobs. Raises InvalidJob if a parameter is unknown or rejected.
+    `job` is the payload type of the endpoint's jobs. Raises InvalidJob if a parameter is unknown or rejected.
     """
     given = {str(name): value for name, value in body.items() if value is not None}
     for name in given:
@@ -65,13 +65,13 @@ def set_parameters(
 
 
 def _is_converted(name: str, job: type[BaseJob]) -> bool:
-    """Return whether the job has a parameter for this parameter of vLLM or llama-server, or needs none."""
+    """Return whether the job supports this vLLM or llama-server parameter, or doesn't need a parameter for it."""
     rule = OTHER_SERVERS.get(name) if issubclass(job, GenerationJob) else None
     return rule is not None and (not rule.to or rule.to in job.model_fields)
 
 
 def _known(rules: Mapping[str, ParameterRule], job: type[BaseJob]) -> set[str]:
-    """Return the names that an error for an unknown parameter lists, which are those that can be used."""
+    """Return the usable parameter names, which an error for an unknown parameter lists."""
     converted = {n for n, rule in OTHER_SERVERS.items() if rule.handling != "rejected" and _is_converted(n, job)}
     rejected = {name for name, rule in rules.items() if rule.handling == "rejected"}
     renamed = {rule.to for rule in rules.values() if rule.handling == "renamed"} - rules.keys()
@@ -79,7 +79,7 @@ def _known(rules: Mapping[str, ParameterRule], job: type[BaseJob]) -> set[str]:
 
 
 def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters that need no conversion, or only a different name, under their names in jobs.
+    """Return the parameters whose values don't need conversion, under their names in jobs.
 
     Raises InvalidJob for a parameter that is given under two names.
     """
@@ -118,9 +118,9 @@ def _message(index: int, message: Any) -> Any:
 
 
 def _reply(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reply that a client sends back, without the members that clients add to the replies that they receive.
+    """Return a reply that a client sends back, without members that clients add.
 
-    Examples are `parsed` and `annotations`. A refusal becomes the reply's text.
+    Examples of such members are `parsed` and `annotations`. A refusal becomes the reply's text.
     """
     kept = {name: value for name, value in members.items() if name in _CONTENT_OF_REPLIES}
     kept |= {name: members[name] for name in _NOT_READABLE if members.get(name)}  # the payload rejects them
@@ -169,7 +169,7 @@ def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: s
 def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str, Any] | bool, bool]:
     """Return the schema of a `response_format` or `text.format`, and whether the whole schema must be enforced.
 
-    `name` is the name of the parameter, which errors mention. Raises InvalidJob.
+    `name` is the parameter name used in error messages. Raises InvalidJob.
     """
     schema, strict = definition.get("schema"), definition.get("strict")
     if schema is not None and not isinstance(schema, dict | bool):
@@ -180,14 +180,14 @@ def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str
 
 
 def num_alternatives(top: Any) -> int:
-    """Return the value of `top_logprobs`. Raises InvalidJob."""
+    """Return the value of `top_logprobs`. Raises InvalidJob if the value is invalid."""
     if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
         raise InvalidJob(f"top_logprobs is {shorten(top)}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
     return top
 
 
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
-    """Combine `logprobs`, which is a boolean in chats, with the number `top_logprobs`."""
+    """Combine `logprobs`, which is a boolean in chats, with the number in `top_logprobs`."""
     if url != CHAT:
         return
     enabled, top = given.get("logprobs", False), given.get("top_logprobs")
@@ -221,7 +221,7 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> N
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool without `cache_control`, which clients of several APIs add to it or to its function."""
+    """Return a tool without `cache_control`, which clients of several APIs add to the tool or to its function."""
     if not isinstance(tool, dict):
         return tool
     members = {name: value for name, value in tool.items() if name != "cache_control"}
@@ -235,7 +235,7 @@ def allow(
 ) -> None:
     """Set the parameters for a `tool_choice` of type `allowed_tools`, which contains a mode and tools.
 
-    `function_of` returns the function of a tool.
+    `function_of` returns a tool's function.
     """
     allowed = allowed if isinstance(allowed, dict) else {}
     mode, tools = allowed.get("mode"), allowed.get("tools")

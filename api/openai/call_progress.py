@@ -1,4 +1,4 @@
-"""Follow the tool calls of one reply from the events of its job, for streams that send them in pieces."""
+"""Track a reply's tool calls from its job's events, for streams that send calls in pieces."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ Delta = Mapping[str, Any]  # a ToolCallDelta of an event
 
 
 class CallProgress:
-    """The calls that a stream has sent so far, with their arguments."""
+    """The tool calls that a stream has sent so far, with their arguments."""
 
     def __init__(self) -> None:
         self._sent: dict[int, str] = {}
 
     def of(self, event: Mapping[str, Any]) -> Iterator[Delta]:
-        """Yield the pieces of calls in an event.
+        """Yield the call pieces in an event.
 
         Pieces of a call whose start is missing are dropped. In that case, an older worker wrote the start without
-        pieces, and the call follows at the end.
+        pieces, and the whole call is sent at the end.
         """
         for delta in event.get("tool_call_deltas", ()):
             if "id" not in delta and delta["index"] not in self._sent:
@@ -27,9 +27,10 @@ class CallProgress:
             yield delta
 
     def rest(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[Delta]:
-        """Yield the missing parts of the finished calls: whole calls, or the end of a call.
+        """Yield the missing parts of the finished calls, which are whole calls or the ends of calls.
 
-        Calls that no grammar enforces are known only at the end. Events from older workers contain no pieces at all.
+        Calls that are not enforced by a grammar are known only at the end. Events from older workers contain no pieces
+        at all.
         """
         for number, call in enumerate(calls):
             arguments, sent = call["function"]["arguments"], self._sent.get(number)

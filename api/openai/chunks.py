@@ -23,7 +23,7 @@ def reasoning_tokens_of(event: Mapping[str, Any]) -> int:
 class Chunks:
     """Creates the chunks of one answer, which has one job per prompt with `n` choices each.
 
-    `common` is added to each chunk.
+    The members in `common` are added to each chunk.
     """
 
     kind: str  # chat or generate
@@ -39,7 +39,7 @@ class Chunks:
     _calls: defaultdict[int, CallProgress] = field(default_factory=lambda: defaultdict(CallProgress))  # by choice
 
     def of(self, job_index: int, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the chunks for an event of the job with this index, except for its last event."""
+        """Return the chunks for an event of the job with this index. The event must not be the job's last event."""
         if event["type"] == "started":
             self.model = event["model"]
             return [chunk for index in range(self.n) for chunk in self._first(job_index * self.n + index)]
@@ -67,9 +67,9 @@ class Chunks:
     def ends(
         self, job_index: int, done: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the chunks for the last event of a job.
+        """Return the chunks for a job's last event.
 
-        `choices` are the choices of the job's result, if it has several.
+        `choices` contains the choices in the job's result, if there are several.
         """
         self.usages.append(done["usage"])
         if choices:
@@ -92,13 +92,13 @@ class Chunks:
         return made
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return the last chunk, which contains the usage, if the request asks for usage."""
+        """Return the last chunk, which contains the usage, if the request asks for the usage."""
         if not self.include_usage:
             return []
         return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]
 
     def _first(self, index: int) -> list[dict[str, Any]]:
-        """Return the first chunk of a choice, unless it was already returned."""
+        """Return a choice's first chunk, unless it was already returned."""
         if index in self._length:
             return []
         self._length[index] = 0
@@ -124,7 +124,7 @@ class Chunks:
 
 
 def _call_delta(delta: Delta) -> dict[str, Any]:
-    """Return a piece of a call in OpenAI's format. The first piece includes the id, the type and the name."""
+    """Return a call piece in OpenAI's format. The first piece includes the call's id, type and name."""
     call: dict[str, Any] = {"index": delta["index"], "function": {"arguments": delta["arguments"]}}
     if "id" in delta:
         call |= {"id": delta["id"], "type": "function"}

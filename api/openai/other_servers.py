@@ -1,6 +1,6 @@
-"""Convert parameters and values of vLLM and llama-server into job parameters. Functions raise InvalidJob.
+"""Convert vLLM's and llama-server's parameters and values into job parameters.
 
-The rules are in `OTHER_SERVERS` (parameters.py). They apply to all endpoints that generate text.
+Functions raise InvalidJob. The rules in `OTHER_SERVERS` (parameters.py) apply to all endpoints that generate text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _HARMLESS_STRUCTURED = ("disable_fallback", "disable_any_whitespace", "disable_a
 
 
 def convert(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return a body's parameters with the names and values that jobs use. `rules` are the endpoint's rules.
+    """Return a body's parameters with the names and values that jobs use.
 
-    Parameters that have an endpoint rule keep their names. Null values must already be removed.
+    `rules` contains the endpoint's rules. Parameters with an endpoint rule keep their names. The caller must have
+    removed null values.
     """
     converted = {name: _value(name, value) for name, value in given.items()}
     if converted.get("max_output_tokens") == -1:
@@ -46,7 +47,7 @@ def convert(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dic
 
 
 def put(params: dict[str, Any], name: str, value: Any, callers_name: str) -> None:
-    """Set a parameter of the job. Raises InvalidJob if a different value was given under another name."""
+    """Set a job parameter. Raises InvalidJob if a different value was given under another name."""
     if name in params and params[name] != value:
         raise InvalidJob(f"{callers_name} is {shorten(value)}, but {name} is also given; leave one out")
     params[name] = value
@@ -73,7 +74,7 @@ def set_effort(params: dict[str, Any], effort: Any, name: str = "reasoning_effor
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return the value that has this meaning in jobs."""
+    """Return the equivalent value in jobs."""
     if type(value) is float and value.is_integer() and abs(value) < _MAX_WHOLE:
         value = int(value)  # clients in JavaScript or with dynamic types write 10.0
     if name == "logit_bias":
@@ -90,7 +91,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def seed_of_job(value: int) -> int | None:
-    """Return a seed in the range that jobs accept, or None for a random seed. Raises InvalidJob."""
+    """Return the seed, converted to the range that jobs accept, or None for a random seed. Raises InvalidJob."""
     if value in _RANDOM_SEEDS:
         return None
     if not -(2 ** (_SEED_BITS - 1)) <= value < 2 ** (_SEED_BITS - 1):
@@ -99,7 +100,7 @@ def seed_of_job(value: int) -> int | None:
 
 
 def _biases(value: Any) -> Any:
-    """Return biases in which -inf replaces llama-server's `false`, which forbids a token."""
+    """Return the biases with llama-server's `false`, which forbids a token, replaced by -inf."""
     if isinstance(value, dict):
         return {token: _bias(bias) for token, bias in value.items()}
     if isinstance(value, list):
@@ -112,7 +113,7 @@ def _bias(bias: Any) -> Any:
 
 
 def _take_template_args(params: dict[str, Any], value: Any, name: str) -> None:
-    """Merge vLLM's template arguments with `template_args`. The thinking switch is a job parameter."""
+    """Merge vLLM's template arguments into `template_args`. The thinking switch becomes a job parameter."""
     explicit = params.get("template_args", {})
     if not isinstance(value, dict):
         raise InvalidJob(f"{name} is {shorten(value)}; it must be an object")

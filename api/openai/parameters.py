@@ -1,7 +1,7 @@
 """Define how each of OpenAI's parameters is handled.
 
-The documentation is generated from these tables, one per endpoint. A parameter that is not in a table must be a
-job parameter (docs/reference/parameters.md). Otherwise it is rejected.
+There is one table per endpoint, and the documentation is generated from these tables. A parameter that is not in a
+table must be a job parameter (docs/reference/parameters.md). Otherwise, it is rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 class ParameterRule:
     """Defines how a parameter is handled.
 
-    `to` is its name in jobs. A rejected parameter is still accepted if its value is in `harmless`.
+    `to` is the parameter's name in jobs. A parameter that is normally rejected is accepted if its value is in
+    `harmless`.
     """
 
     handling: Handling
@@ -36,9 +37,9 @@ class ParameterRule:
 
 
 def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a mapping from job parameters to the caller's names for them. Error messages need these names.
+    """Return a mapping from job parameters to the caller's names for them, which error messages need.
 
-    A parameter that the body already gives under its job name is not renamed.
+    A parameter that the body specifies under its job name is not renamed.
     """
     names = {
         rule.to: name
@@ -49,21 +50,21 @@ def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -
 
 
 def names_of_other_servers(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a mapping from job parameters to names of vLLM and llama-server that the body contains."""
+    """Return a mapping from job parameters to the vLLM and llama-server names in the body."""
     given = [name for name in body if name in OTHER_SERVERS and name not in rules]
     return {rule.to: name for name in given if (rule := OTHER_SERVERS[name]).to and rule.to not in body}
 
 
 def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
-    """Return whether the endpoint has a parameter of its own with this name."""
+    """Return whether the endpoint has its own parameter with this name."""
     return name in rules and rules[name].handling != "rejected"
 
 
 def with_callers_names(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Replace the name of a parameter in an error message with the caller's name. Return the message and this name.
+    """Replace a parameter's name in an error message with the caller's name.
 
-    The returned name is None if the message does not name a parameter. A regular expression finds the name, because
-    worker errors reach the gateway as text.
+    Return the message and the caller's name. The returned name is None if the message does not mention a parameter. The
+    name is found by a regular expression because worker errors reach the gateway as text.
     """
     found = _NAMED.match(message)
     if found is None:
@@ -88,7 +89,7 @@ _GENERATION = {
     **_unchanged("model", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
     **_unchanged("logit_bias"),
     "stream": ParameterRule("mapped", "server-sent events; bulk runs reject it"),
-    "stream_options": ParameterRule("mapped", "`include_usage`; its other members are ignored"),
+    "stream_options": ParameterRule("mapped", "`include_usage`; other members are ignored"),
     "service_tier": ParameterRule(
         "mapped",
         "`flex` runs as bulk work (priority 9), `auto` and `default` run as interactive work (3), and `priority` runs "
@@ -102,10 +103,10 @@ _GENERATION = {
         "json_schema",
     ),
     "prediction": ParameterRule(
-        "unchanged", "a hint: matching parts are generated faster, and the text stays the same"
+        "unchanged", "a hint that speeds up the generation of matching parts and doesn't change the text"
     ),
-    **_ignored("the tenant identifies the user, except with `gateway_user_shares`", "user", "safety_identifier"),
-    **_ignored("nothing is stored for longer than the result", "metadata", "store"),
+    **_ignored("users are identified by tenant unless `gateway_user_shares` is set", "user", "safety_identifier"),
+    **_ignored("no data is stored longer than the result", "metadata", "store"),
     **_ignored("prefixes are always shared", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
 PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
@@ -128,7 +129,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         ),
         "logprobs": ParameterRule("mapped", "enables log probabilities"),
         "top_logprobs": ParameterRule(
-            "mapped", "number of alternatives per token, at most 20; requires `logprobs`", "logprobs"
+            "mapped", "number of alternatives per token, up to 20; requires `logprobs`", "logprobs"
         ),
         "reasoning_effort": ParameterRule(
             "mapped",
@@ -158,13 +159,13 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
         "input": ParameterRule("renamed", "a text, token ids, or a list of either", "texts"),
         "encoding_format": ParameterRule("mapped", "`float` or `base64`", "encoding"),
         "dimensions": ParameterRule("unchanged"),
-        **_ignored("the tenant identifies the user, except with `gateway_user_shares`", "user"),
+        **_ignored("users are identified by tenant unless `gateway_user_shares` is set", "user"),
     },
 }
 
-_SERVERS_OWN = "it only concerns the slots and reports of llama-server"
+_SERVERS_OWN = "it affects only llama-server's slots and reports"
 OTHER_SERVERS: Mapping[str, ParameterRule] = {
-    "repetition_penalty": ParameterRule("renamed", "it considers the last `repeat_last_n` tokens", "repeat_penalty"),
+    "repetition_penalty": ParameterRule("renamed", "applies to the last `repeat_last_n` tokens", "repeat_penalty"),
     "n_predict": ParameterRule("renamed", to="max_tokens"),
     "n_cmpl": ParameterRule("renamed", to="n"),
     "typ_p": ParameterRule("renamed", to="typical_p"),
@@ -181,13 +182,13 @@ OTHER_SERVERS: Mapping[str, ParameterRule] = {
     ),
     "guided_json": ParameterRule("mapped", to="json_schema"),
     "guided_regex": ParameterRule("mapped", to="regex"),
-    "guided_choice": ParameterRule("mapped", "a regular expression of the texts", "regex"),
+    "guided_choice": ParameterRule("mapped", "a regular expression that matches the texts", "regex"),
     "guided_grammar": ParameterRule("mapped", "GBNF or Lark", "grammar"),
     **_ignored("llguidance enforces all constraints", "guided_decoding_backend"),
     **_ignored(_SERVERS_OWN, "timings_per_token", "return_progress", "id_slot", "n_keep", "n_discard", "n_cache_reuse"),
     **_ignored("the header `x-request-id` identifies the request", "request_id", "session_id"),
     "reasoning_format": _rejected("reasoning is always separate from the text", "auto", "deepseek"),
-    "include_reasoning": _rejected("the caller always gets the reasoning; use `enable_thinking`", True),
+    "include_reasoning": _rejected("answers always include the reasoning; use `enable_thinking`", True),
     "parse_tool_calls": _rejected("tool calls are always separate from the text", True),
     "skip_special_tokens": _rejected("control tokens have no text; use `return_tokens` for their ids", True),
     "spaces_between_special_tokens": _rejected("control tokens have no text", True),

@@ -1,4 +1,4 @@
-"""Convert bodies and results of `/v1/rerank`, in the format of Jina and Cohere."""
+"""Convert request bodies and results of `/v1/rerank`, which use Jina's and Cohere's format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def params_of_rerank(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def returns_documents(body: Mapping[str, Any]) -> bool:
-    """Return whether the answer repeats the documents. Raises InvalidJob."""
+    """Return whether the answer should repeat the documents. Raises InvalidJob."""
     value = body.get("return_documents")
     if value not in (None, True, False):
         raise InvalidJob(f"return_documents is {shorten(value)}; it must be true or false")
@@ -35,7 +35,7 @@ def returns_documents(body: Mapping[str, Any]) -> bool:
 
 
 def ranking_of(result: Mapping[str, Any], documents: Sequence[Any] | None) -> dict[str, Any]:
-    """Return the response body. If `documents` are given, the results repeat them."""
+    """Return the response body. If `documents` are given, the results include them."""
     results = [
         {"index": ranked["index"], "relevance_score": ranked["score"]}
         | ({} if documents is None else {"document": {"text": documents[ranked["index"]]}})

@@ -1,7 +1,8 @@
-"""The shapes of OpenAI's requests and responses, as the gateway accepts and returns them.
+"""The shapes of OpenAI's requests and responses, as accepted and returned by the gateway.
 
-The OpenAPI document is generated from these types. `…Parameters` contains the parameters of an endpoint that the
-gateway maps (`ParameterRule.handling` is "mapped"). All other parameters have the shape of the job's parameter.
+The OpenAPI document is generated from these types. Each `…Parameters` type contains the endpoint's parameters that the
+gateway maps (`ParameterRule.handling` is "mapped"). All other parameters have the shapes of the corresponding job
+parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RefusalPart(TypedDict):
 
 
 class SentToolCall(TypedDict):
-    """A tool call from the model that a client sends back."""
+    """A tool call by the model that a client sends back."""
 
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
@@ -103,13 +104,13 @@ class StreamOptions(TypedDict, total=False):
 
 
 class TextFormat(TypedDict):
-    """Any text."""
+    """The format of unconstrained text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(TypedDict):
-    """A JSON object, which may have to follow a schema."""
+    """A JSON object that follows a schema if one is given."""
 
     type: Literal["json_object"]
     schema: NotRequired[dict[str, Any] | None]
@@ -133,34 +134,34 @@ class JsonSchemaFormat(TypedDict):
 
 
 class NamedFunction(TypedDict):
-    """The name of a function."""
+    """A function name."""
 
     name: str
 
 
 class NamedTool(TypedDict):
-    """A tool, named by its function."""
+    """A tool, identified by its function's name."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedToolList(TypedDict):
-    """The tools that the model may or must call."""
+    """A list of the tools that the model may or must call."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
 class AllowedTools(TypedDict):
-    """A choice of several tools."""
+    """A tool choice that allows several tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolList
 
 
 class StructuredOutputs(TypedDict, total=False):
-    """One constraint on the text, as in vLLM."""
+    """A constraint on the generated text, in vLLM's format."""
 
     json: dict[str, Any] | str | None
     regex: str | None
@@ -210,7 +211,7 @@ class EmbeddingParameters(TypedDict, total=False):
 
 
 class CachedTokens(TypedDict):
-    """Details about a prompt's tokens."""
+    """Details about the prompt tokens."""
 
     cached_tokens: int
     audio_tokens: NotRequired[int]
@@ -226,7 +227,7 @@ class CompletionTokens(TypedDict):
 
 
 class CompletionUsage(TypedDict):
-    """Token counts."""
+    """The token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -236,14 +237,14 @@ class CompletionUsage(TypedDict):
 
 
 class InputUsage(TypedDict):
-    """Token counts of a request that doesn't generate text."""
+    """The token counts of a request that doesn't generate text."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class AlternativeToken(TypedDict):
-    """A token that could have been generated."""
+    """An alternative token that could have been generated."""
 
     token: str
     bytes: list[int]
@@ -257,14 +258,14 @@ class OutputLogprob(AlternativeToken):
 
 
 class ChatLogprobs(TypedDict):
-    """The log probabilities of a chat's tokens."""
+    """The log probabilities of the tokens in a chat's answer."""
 
     content: list[OutputLogprob]
     refusal: None
 
 
 class TextLogprobs(TypedDict):
-    """The log probabilities of a completion's tokens."""
+    """The log probabilities of the tokens in a completion."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -273,7 +274,7 @@ class TextLogprobs(TypedDict):
 
 
 class ReturnedToolCall(TypedDict):
-    """A tool call from the model. The function's `arguments` is a JSON object as text."""
+    """A tool call by the model. The function's `arguments` is a JSON object as text."""
 
     id: str
     type: Literal["function"]
@@ -291,7 +292,7 @@ class ChatReply(TypedDict):
 
 
 class ChatCompletionChoice(TypedDict):
-    """One of the answers."""
+    """One of the answers to a chat."""
 
     index: int
     finish_reason: OpenAIFinishReason
@@ -330,7 +331,7 @@ class ToolCallPiece(TypedDict):
 
 
 class ChatDelta(TypedDict, total=False):
-    """The part of a message that a chunk adds."""
+    """The part of a message that is added by a chunk."""
 
     role: Literal["assistant"]
     content: str | None
@@ -340,7 +341,7 @@ class ChatDelta(TypedDict, total=False):
 
 
 class ChunkChoice(TypedDict):
-    """The part of an answer that a chunk adds. The last chunk of an answer includes its finish reason."""
+    """The part of an answer that is added by a chunk. An answer's last chunk includes its finish reason."""
 
     index: int
     delta: ChatDelta
@@ -400,7 +401,10 @@ class TextCompletionChunk(TypedDict):
 
 
 class Embedding(TypedDict):
-    """The vector of one text, or its tokens' vectors if the model doesn't pool them. Base64 encodes float32 values."""
+    """The vector of one text, or its tokens' vectors if the model doesn't pool them.
+
+    Base64 strings encode float32 values.
+    """
 
     object: Literal["embedding"]
     index: int

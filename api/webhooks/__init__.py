@@ -2,7 +2,7 @@
 
 The code that ends an object calls `announcement` or `notify_on_end`. The gateway delivers the events (`http/webhooks`).
 `cellama webhooks` registers endpoints.
-This package may use the connections and the contract of `tasks`.
+This package may import the connections and contract of `tasks`.
 """
 
 from .announcing import BATCH_ENDS, announcement, notify_on_end

@@ -1,4 +1,7 @@
-"""Announce events. The step that ends an object also stores its event, which any gateway delivers later (ADR 021)."""
+"""Announce events.
+
+The operation that ends an object also stores its event, which any gateway can deliver later (ADR 021).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _ENDS = {  # how a job ended, as in the queue's scripts → how its response end
 
 
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
-    """Return the entry that the step that ends an object adds to the stream `webhook_events_key()`.
+    """Return the entry for the stream `webhook_events_key()`. The operation that ends the object adds this entry.
 
     The tenant's endpoints receive the event at least once. Repeated announcements have the same event id. Raises
     ValueError for an unknown type.
@@ -35,11 +38,11 @@ def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[st
 
 
 async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str | None, ttl_s: int) -> None:
-    """Request that the worker announces the end of this object in the step that ends the job.
+    """Request that the worker announce this object's end in the same operation that ends the job.
 
-    Call this before the job is queued. It has no effect on a job that is already queued. `kind` is the first part of
-    the event type, for example `response`. `ttl_s` must exceed the longest time that the job may take. The queue stores
-    the announcement text without reading it. Raises RedisError.
+    Call this function before the job is queued. It has no effect on a job that is already queued. `kind` is the first
+    part of the event type, for example `response`. `ttl_s` must exceed the longest time that the job may take. The
+    queue stores the announcement text without reading it. Raises RedisError.
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):
@@ -47,7 +50,7 @@ async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, te
 
 
 def announced(fields: dict[bytes, bytes]) -> dict[str, str]:
-    """Return the event in a stream entry that `announcement` or a script of the queue has written.
+    """Return the event in a stream entry that was written by `announcement` or by one of the queue's scripts.
 
     Raises ValueError.
     """
@@ -59,5 +62,5 @@ def announced(fields: dict[bytes, bytes]) -> dict[str, str]:
 
 
 def event_id(event_type: str, object_id: str) -> str:
-    """Return an id that is the same for repeated announcements, so that receivers can ignore duplicates."""
+    """Return the event's id, which is the same for repeated announcements so that receivers can ignore duplicates."""
     return "evt_" + hashlib.sha256(f"{event_type} {object_id}".encode()).hexdigest()[:32]

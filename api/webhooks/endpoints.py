@@ -31,7 +31,7 @@ def new_secret() -> str:
 
 
 def key_of(secret: str) -> bytes:
-    """Return the bytes of a secret. Raises ValueError."""
+    """Return a secret's bytes. Raises ValueError if the secret is invalid."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except binascii.Error:
@@ -42,7 +42,7 @@ def key_of(secret: str) -> bytes:
 
 
 def signed_headers(secret: str, message_id: str, sent_at: int, body: bytes) -> dict[str, str]:
-    """Return the headers that a receiver needs to verify the sender and the time (Unix seconds) of the body."""
+    """Return the headers that a receiver needs to verify the body's sender and time. `sent_at` is in Unix seconds."""
     signed = f"{message_id}.{sent_at}.".encode() + body
     digest = hmac.new(key_of(secret), signed, hashlib.sha256).digest()
     return {
@@ -70,7 +70,7 @@ def check_url(url: str) -> str:
 
 
 def check_events(events: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the event types if all are known. Raises ValueError."""
+    """Return the event types if all of them are known. Raises ValueError if a type is unknown."""
     for event in events:
         if event not in EVENT_TYPES:
             raise ValueError(f"{event!r} is unknown; use one of: {', '.join(EVENT_TYPES)}")
@@ -78,7 +78,7 @@ def check_events(events: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_secret(secret: str) -> str:
-    """Return the secret if it is valid. Raises ValueError."""
+    """Return the secret if it is valid. Raises ValueError if it is invalid."""
     key_of(secret)
     return secret
 
@@ -138,11 +138,11 @@ class EndpointStore:
         await self._redis.eval(_REPLACE, 1, webhooks_key(), endpoint.id, value)
 
     async def delete(self, endpoint_id: str) -> bool:
-        """Delete an endpoint, which also drops its pending deliveries. Return False if the endpoint did not exist."""
+        """Delete an endpoint and drop its pending deliveries. Return False if the endpoint did not exist."""
         return bool(await self._redis.hdel(webhooks_key(), endpoint_id))
 
     async def now(self) -> datetime:
-        """Return the current time on the Redis server."""
+        """Return the Redis server's current time."""
         return datetime.fromtimestamp(int(seconds_of(await self._redis.time())), UTC)
 
 
@@ -158,5 +158,9 @@ def _parsed(value: bytes | None) -> Endpoint | None:
         return Endpoint.model_validate_json(value)
     except ValidationError as error:
         fields = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
-        log.error("webhook endpoint ignored", key=webhooks_key(), detail=f"invalid fields: {fields}; it gets no events")
+        log.error(
+            "webhook endpoint ignored",
+            key=webhooks_key(),
+            detail=f"invalid fields: {fields}; the endpoint receives no events",
+        )
         return None

@@ -1,1 +1,1 @@
-"""The benchmarks, grouped by subject. Each module has `add_arguments`, and `run`, which returns a `Report`."""
+"""The benchmarks, grouped by subject. Each module defines `add_arguments` and `run`, which returns a `Report`."""

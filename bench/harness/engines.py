@@ -1,4 +1,4 @@
-"""The engine under test: a model, a seeded workload, and the durations of its steps."""
+"""Load the engine under test, run seeded workloads on it, and measure its steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in ev
 
 
 def model_path(given: Path | None) -> Path:
-    """Return the model of a benchmark: the given file, or a 174M model with random weights, which is written once."""
+    """Return the model file for a benchmark, which is the given file or a 174M model with random weights."""
     return given.absolute() if given else cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
 
 
@@ -43,7 +43,7 @@ def cached_model(name: str, shape: Shape, file_type: str) -> Path:
 
 
 def padded_model() -> Path:
-    """Return the bundled model, padded to the cost of 160M parameters. The file is written once."""
+    """Return the bundled model, made as slow as a model with 160M parameters. The file is written once."""
     return _cached("padded-160m-q8_0.gguf", lambda path: write_padded(path, 160.0))
 
 
@@ -59,7 +59,7 @@ def _cached(name: str, write: Callable[[Path], None]) -> Path:
 
 
 def context(slots: int, prompt: int, new: int) -> int:
-    """Return the number of tokens in all KV streams for requests of these lengths, with llama.cpp's padding."""
+    """Return the number of tokens in all KV streams for requests of these lengths, including llama.cpp's padding."""
     return -(-(prompt + new) // STREAM_PADDING) * STREAM_PADDING * slots
 
 
@@ -101,7 +101,7 @@ def run_all(
 ) -> tuple[float, list[Completion]]:
     """Run all prompts concurrently for exactly `num_new` greedy tokens.
 
-    Return the seconds until the last one has finished, and the completions.
+    Return the seconds until the last request has finished, and the completions.
     """
     lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
     requests = [
@@ -124,7 +124,7 @@ def submit_together(
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The results of concurrent requests, measured from the moment when all of them have their first token."""
+    """The results of concurrent requests, measured from the moment when all requests have their first token."""
 
     seconds: float
     num_tokens: int
@@ -166,7 +166,7 @@ def _listener(entries: list[tuple[float, int]]) -> Callable[[Event], None]:
 
 
 def warm_up(model: Model) -> None:
-    """Run a short request, so that weights and cells are in memory."""
+    """Run a short request to load weights and cells into memory."""
     run_all(model, [[FIRST_WORD + i for i in range(16)]], 4, cache_prompt=False)
 
 
@@ -183,6 +183,6 @@ def steps_of(model: Model) -> Iterator[list[StepStats]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the quantile of the values for `share`, using the nearest-rank method."""
+    """Return the quantile of the values at `share`, using the nearest-rank method."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,8 +1,9 @@
-"""Kill a worker at a chosen point of a chosen job, between the end of the job and its follow-up.
+"""Kill a worker at a chosen point between the end of a job and its follow-up.
 
-The benchmark marks a job with a file in a directory, and the worker process that brings the job to that point kills
-itself with SIGKILL. The worker imports this module with its batch strategy, so the product itself contains no code for
-this. A mark is renamed before the kill, so each mark kills one process, and the benchmark can count the kills.
+The benchmark marks a job with a file in a directory, and the worker process that reaches the chosen point of this job
+kills itself with SIGKILL. The worker imports this module along with its batch strategy, so the product itself contains
+no code for this purpose. A mark is renamed before the kill, so each mark kills one process, and the benchmark can count
+the kills.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _chord: ContextVar[str] = ContextVar("fatal_points_chord", default="")  # id of 
 
 
 def mark(directory: Path, point: str, job_id: str) -> None:
-    """Kill the worker that brings this job, or this body of a chord, to the point. Call this before the job is sent."""
+    """Kill the worker that reaches this point of a job or chord body. Call this function before sending the job."""
     assert point in POINTS
     (directory / f"{point}{_SEPARATOR}{job_id}").touch()
 
@@ -64,7 +65,7 @@ def used(directory: Path) -> list[tuple[str, str]]:
 
 
 def install() -> None:
-    """Watch all points in this process, which is a worker."""
+    """Watch all points in this worker process."""
     directory = Path(os.environ[DIRECTORY])
 
     def reach(point: str, job_id: str | None) -> None:

@@ -1,8 +1,8 @@
-"""Simulate a fleet of workers in virtual time, with the real scripts of the ledger on a real Redis.
+"""Simulate a fleet of workers in virtual time, with the ledger's real scripts on a real Redis.
 
-A worker takes jobs as the consumer does, but computes nothing: the costs of passes determine the time. So the result
-depends only on the seed, and hours of work take seconds. A worker has slots, jobs that wait for a slot, and a prefix
-cache, which is an LRU list of blocks of tokens.
+A worker takes jobs like the consumer does, but computes nothing. Instead, the costs of passes determine the time.
+Therefore, the result depends only on the seed, and simulating hours of work takes seconds. A worker has slots, jobs
+that are waiting for a slot, and a prefix cache, which is an LRU list of token blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FleetShape:
 
 
 class VirtualClock:
-    """The time of the scripts in seconds, which is a value in Redis."""
+    """The scripts' clock in seconds, which is stored in Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -72,7 +72,7 @@ class VirtualClock:
 
     @contextlib.contextmanager
     def replacing_the_real_one(self) -> Iterator[None]:
-        """Let all scripts of this process read this clock within the block."""
+        """Make all of this process's scripts read this clock within the block."""
         real = connections.LUA_CLOCK
         connections.LUA_CLOCK = (
             f"local function clock() return tonumber(redis.call('GET', '{self._key}')) end\n"
@@ -96,7 +96,7 @@ def _forget_scripts() -> None:
 
 @dataclass(eq=False, slots=True)
 class FleetJob:
-    """A job of the simulation, and when it got its tokens, in seconds."""
+    """A simulated job, and the times in seconds at which it got its tokens."""
 
     id: str
     session: Session
@@ -112,14 +112,17 @@ class FleetJob:
 
 
 class BlockCache:
-    """An LRU list of blocks."""
+    """An LRU cache of token blocks."""
 
     def __init__(self, num_tokens: int) -> None:
         self._max_blocks = num_tokens // BLOCK
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def use(self, blocks: Sequence[int]) -> int:
-        """Return how many of the first blocks are cached, and cache all of them. The last ones are evicted first."""
+        """Return the number of leading blocks that are cached, and cache all blocks.
+
+        The last blocks are evicted first.
+        """
         num_cached = sum(1 for _ in itertools.takewhile(self._blocks.__contains__, blocks))
         for block in reversed(blocks):
             self._blocks[block] = None
@@ -130,7 +133,7 @@ class BlockCache:
 
 
 def num_computed(job: FleetJob, cache: BlockCache) -> int:
-    """Return how many prompt tokens must be computed with this cache. The last one is always computed."""
+    """Return the number of prompt tokens to compute with this cache. The last token is always computed."""
     return max(1, job.num_prompt - cache.use(job.blocks) * BLOCK)
 
 
@@ -147,7 +150,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Equal steps of a worker: the tokens of each sequence in a step, and their start and duration in seconds."""
+    """Consecutive equal steps of a worker, with each sequence's tokens per step, and start and duration in seconds."""
 
     started_at: float
     num_steps: int
@@ -156,7 +159,7 @@ class _Plan:
 
 
 class FleetWorker:
-    """A worker whose steps have a chunk of prompts, oldest first, and one token of each other sequence."""
+    """A worker whose steps contain a chunk of prompts, oldest first, and one token of each decoding sequence."""
 
     def __init__(self, name: str, shape: FleetShape) -> None:
         self.name = name
@@ -185,7 +188,7 @@ class FleetWorker:
         self._queue.append(job)
 
     def start(self, now: float) -> float | None:
-        """Plan the next steps, and return when they end. Return None if the worker is idle or has a plan."""
+        """Plan the next steps, and return their end time, or None if the worker is idle or already has a plan."""
         if self.plan is not None:
             return None
         while self._queue and len(self._running) < self._shape.num_slots:
@@ -205,7 +208,7 @@ class FleetWorker:
         return now + self.plan.num_steps * self.plan.step_s
 
     def _num_equal_steps(self, tokens: Sequence[tuple[_Running, int]]) -> int:
-        """Return the number of steps until a sequence ends its prompt or its text."""
+        """Return the number of steps until a sequence finishes its prompt or its text."""
         lefts = [running.num_to_generate if running.decodes else running.num_to_compute // n for running, n in tokens]
         return max(1, min(self._shape.max_steps, *lefts))
 
@@ -217,7 +220,7 @@ class FleetWorker:
         return (prompt_ms + (costs.of_pass(1, num_decoding) if num_decoding else 0.0)) / 1e3
 
     def interrupt(self, now: float) -> float | None:
-        """End the plan after the current step if a free slot can take a job. Return the new end."""
+        """End the plan after the current step if a free slot can take a job. Return the new end time, or None."""
         plan = self.plan
         if plan is None or plan.num_steps == 1 or not self._queue or len(self._running) == self._shape.num_slots:
             return None
@@ -228,7 +231,7 @@ class FleetWorker:
         return plan.started_at + num_steps * plan.step_s
 
     def finish(self, now: float) -> tuple[list[FleetJob], list[tuple[FleetJob, int, int]]]:
-        """End the plan. Return the finished jobs, and each job with its computed prompt and generated tokens."""
+        """End the plan, and return the finished jobs and each job's numbers of computed and generated tokens."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         finished, served = [], []
@@ -247,21 +250,21 @@ class FleetWorker:
 
 
 class Observer:
-    """Receives what happens in the fleet. These methods do nothing."""
+    """Receives the events of the fleet. The methods of this base class do nothing."""
 
     def waits(self, job: FleetJob) -> None:
-        """Receive a job that was submitted."""
+        """Handle a submitted job."""
 
     def taken(self, job: FleetJob) -> None:
-        """Receive a job that a worker has taken."""
+        """Handle a job that a worker has taken."""
 
     def served(self, job: FleetJob, num_computed: int, num_generated: int) -> None:
-        """Receive the tokens that a job got."""
+        """Handle the numbers of tokens that a job got."""
 
 
 @dataclass
 class Fleet:
-    """Workers that take the jobs of one list."""
+    """Workers that take jobs from the same queue."""
 
     redis: Redis
     shape: FleetShape = field(default_factory=FleetShape)
@@ -281,7 +284,7 @@ class Fleet:
         self._now = 0.0
 
     def run(self, sessions: Iterable[Session]) -> list[FleetJob]:
-        """Run all sessions until their last job has ended, and return the jobs in the order of submission."""
+        """Run all sessions until the last job has ended, and return the jobs in the order of submission."""
         with self._clock.replacing_the_real_one():
             for session in sessions:
                 self._at(session.at, partial(self._submit, session, 0))
@@ -296,7 +299,7 @@ class Fleet:
 
     @property
     def _ledger(self) -> Ledger:
-        """The ledger at the current time."""
+        """The ledger, with its clock set to the current time."""
         self._clock.set(self._now)
         return self._ledger_of_redis
 
@@ -391,7 +394,7 @@ class Fleet:
 
 
 def _submission(job: FleetJob, key: str, max_tokens: int) -> Submission:
-    """Return the job as a chat, in which each turn is a message."""
+    """Return a submission of the job as a chat in which each turn is a message."""
     turns = job.session.turns[: job.turn + 1]
     messages = [{"role": "user", "content": text_of(turn.blocks)} for turn in turns]
     headers = {"id": job.id, "task": "cellama.chat", SUBMITTED_AT_HEADER: 1.0}
@@ -409,10 +412,10 @@ def _submission(job: FleetJob, key: str, max_tokens: int) -> Submission:
 
 
 class ServiceGaps(Observer):
-    """Measures the differences between the weighted services of tenants.
+    """Measures the differences between tenants' weighted services.
 
-    `largest` is the largest difference between the services that two tenants got during the same interval, among all
-    intervals in which both had waiting jobs.
+    `largest` is the largest difference between the services that two tenants received during an interval in which both
+    had waiting jobs.
     """
 
     def __init__(self, weights: Mapping[str, float], prefill_cost: float) -> None:

@@ -1,12 +1,12 @@
-"""Read kept results, and update the figures that pages take from them.
+"""Read saved results, and update the figures that pages take from them.
 
-A figure in a page is a number followed by a comment that names its source. `figures` finds them:
+A figure on a page is a number followed by a comment that names its source. `figures` finds figures of these forms:
 
     6.3<!-- prefix_cache: median ms -->                          a ratio of the last line that has it
     6.3<!-- prefix_cache[padded]: median ms -->                  of the last line of a model with that in its name
     0.1<!-- decode: engine t/s where slots=1 and … * 0.001 -->   a row's column, times a factor
 
-After a new result, `python -m cellama.bench.harness.kept PAGE …` updates the figures in pages.
+After saving a new result, run `python -m cellama.bench.harness.kept PAGE …` to update the figures on pages.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _FIGURE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The kept results of all benchmarks."""
+    """The saved results of all benchmarks."""
 
     folder: Path = RESULTS
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the kept results of a benchmark, oldest first."""
+        """Return the saved results of a benchmark, oldest first."""
         path = self.folder / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
@@ -42,7 +42,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number in a page, and its source."""
+    """A number on a page and its source."""
 
     shown: str
     name: str  # name of the benchmark
@@ -52,20 +52,22 @@ class Figure:
     factor: float
 
     def source(self, results: Results) -> dict[str, Any]:
-        """Return the kept result of a figure. Raises LookupError if there is none."""
+        """Return the saved result that contains a figure. Raises LookupError if no result contains it."""
         for line in reversed(results.lines(self.name)):
             if self.model in str(line.get("model", "")) and self._of(line) is not None:
                 return dict(line)
-        raise LookupError(f"no result of {self.name} has {self.what!r} for {dict(self.where)} and model {self.model!r}")
+        raise LookupError(
+            f"no result of {self.name} contains {self.what!r} for {dict(self.where)} and model {self.model!r}"
+        )
 
     def value(self, results: Results) -> float:
         """Return the measured value."""
         return float(self._of(self.source(results))) * self.factor
 
     def measured(self, results: Results) -> str:
-        """Return the measured value with the decimals that the page shows.
+        """Return the measured value with as many decimal places as the page shows.
 
-        Values from 1,000 on have three significant digits.
+        Values of 1,000 or more are rounded to three significant digits.
         """
         value = self.value(results)
         if value >= 1000:
@@ -73,7 +75,7 @@ class Figure:
         return f"{value:.{len(self.shown.partition('.')[2])}f}"
 
     def _of(self, line: Mapping[str, Any]) -> Any:
-        """Return the figure in this line, or None if the line does not contain it."""
+        """Return the figure from a line of results, or None if the line does not contain it."""
         if not self.where:
             return line.get("ratios", {}).get(self.what)
         fitting = [
@@ -83,12 +85,12 @@ class Figure:
 
 
 def figures(text: str) -> Iterator[Figure]:
-    """Yield the figures of a page."""
+    """Yield the figures on a page."""
     return map(_figure, _FIGURE.finditer(text))
 
 
 def refreshed(text: str, results: Results) -> str:
-    """Return the page with the measured figures."""
+    """Return the page with updated figures."""
     return _FIGURE.sub(lambda found: _figure(found).measured(results) + found[0][len(found["shown"]) :], text)
 
 

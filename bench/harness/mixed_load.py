@@ -1,7 +1,7 @@
-"""Draw a load that resembles many users: prompts and answers of mixed lengths, shared prefixes, and chats.
+"""Draw a load that resembles many users, with prompts and answers of mixed lengths, shared prefixes, and chats.
 
-Everything is drawn from a seed as token ids, so that all peers get the same load. With `ignore_eos`, each answer
-is exactly as long as drawn.
+The whole load is drawn from a seed as token ids, so that all peers receive the same load. With `ignore_eos`, each
+answer is exactly as long as drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Conversation = tuple[Line, ...]  # its turns: each prompt begins with the one be
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """The numbers and lengths of a load. `scale` shrinks all lengths, for small models and machines."""
+    """The numbers and lengths in a load. `scale` shrinks all lengths for small models and machines."""
 
     num_requests: int
     num_chats: int = 0  # number of conversations among the requests …
@@ -51,12 +51,10 @@ class LoadShape:
 
 
 def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
-    """Return shuffled conversations, which have `shape.num_requests` turns in total.
+    """Return shuffled conversations with `shape.num_requests` turns in total.
 
-    Loads with different seeds share no prefixes.
-
-    The prompt of a chat contains its earlier turns. The assistant's turns are also drawn, because generated text
-    differs between peers, which round differently.
+    Loads with different seeds share no prefixes. A chat's prompts contain the earlier turns. The assistant's turns are
+    also drawn from the seed, because peers round differently and therefore generate different texts.
     """
     draw = _Draw(shape, seed)
     found = [draw.chat(f"chat-{number}") for number in range(shape.num_chats)]
@@ -67,7 +65,7 @@ def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
 
 
 def flat(found: Iterable[Conversation]) -> list[Line]:
-    """Return all turns in order, for servers that get all requests at once."""
+    """Return all turns in order, for servers that receive all requests at once."""
     return [line for conversation in found for line in conversation]
 
 
@@ -114,7 +112,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The totals of a load."""
+    """The total sizes of a load."""
 
     requests: int
     prompt_tokens: int
@@ -124,7 +122,7 @@ class Sizes:
 
 
 def sizes(lines: Sequence[Line]) -> Sizes:
-    """Return the totals of these lines."""
+    """Return the total sizes of these lines."""
     return Sizes(
         requests=len(lines),
         prompt_tokens=sum(len(line.prompt) for line in lines),

@@ -1,4 +1,4 @@
-"""Make work last as long as a test needs on any machine: steps take longer while a file requests it."""
+"""Make work last as long as a test requires on any machine, by slowing down steps while a file requests it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SLOW_S = 0.05  # per step: the longest text of the bundled model takes more than
 
 
 class Paced(Adaptive):
-    """The Adaptive strategy, but each step first waits for the time in the file. Steps still handle cancellations."""
+    """The Adaptive strategy with an initial pause in each step, whose duration is in the file.
+
+    Cancellations still work.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Greedy texts of an undisturbed run, and the permitted differences in other runs.
+"""Compare texts with the greedy texts of an undisturbed run, and allow differences at near ties.
 
-llama.cpp's rounding depends on the number of tokens in a pass, and disturbances change how many jobs run at the same
-time. Where the two likeliest tokens are about equally likely, either is correct, and the rest of the text depends on
-it.
+llama.cpp's rounding depends on the number of tokens in a pass, and disturbances change the number of concurrent jobs.
+If the two likeliest tokens are about equally likely, either token is correct, and the rest of the text depends on the
+choice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ LOGPROBS = 5  # that the jobs of the run without trouble ask for: a few may be e
 
 
 class ReferenceText(NamedTuple):
-    """A text, and its near ties."""
+    """A text and its near ties."""
 
     text: str
     ties: Sequence[tuple[int, int]]  # characters among which a text that goes another way at the tie first differs
 
     def compare(self, text: str) -> Literal["same", "tied", "other"]:
-        """Return whether the text is the same, differs at a near tie, or is wrong."""
+        """Return "same", "tied" if the text first differs at a near tie, or otherwise "other"."""
         if text == self.text:
             return "same"
         place = self.place_of_difference(text)
         return "tied" if any(start <= place < end for start, end in self.ties) else "other"
 
     def place_of_difference(self, text: str) -> int:
-        """Return the index of the first character that differs from another text."""
+        """Return the index of the first character that differs from `text`."""
         pairs = zip(self.text, text, strict=False)
         return next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(self.text), len(text)))
 
@@ -55,6 +55,6 @@ def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
 
 
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:
-    """Return the difference to the logprob of the next likely token. Likelier tokens were not allowed."""
+    """Return the difference to the logprob of the next likeliest token. Likelier tokens were not allowed."""
     allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
     return chosen - allowed[1] if len(allowed) > 1 else math.inf

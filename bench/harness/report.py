@@ -23,9 +23,10 @@ _SOURCES = (":(top)", ":(top,exclude)bench/results")
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a benchmark. Rows with the same keys form a table, and `targets` are the desired ratios.
+    """The result of a benchmark.
 
-    `wrong` lists violations. If it is not empty, the command fails.
+    Rows with the same keys form a table, and `targets` contains the desired ratios. `wrong` lists violations. If any
+    are listed, the command fails.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -36,7 +37,7 @@ class Report:
 
 
 def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool = False) -> None:
-    """Print a report. With `save`, append its JSON line to the results of this benchmark."""
+    """Print a report. With `save`, append its JSON line to the saved results of this benchmark."""
     console = Console(width=max(100, Console().width))
     title: str | None = f"{name}: " + ", ".join(f"{key} {value}" for key, value in workload.items())
     for _, rows in itertools.groupby(report.rows, key=tuple):
@@ -82,12 +83,18 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """Return a number with this many significant digits, and values from 1,000 on as integers without an exponent."""
+    """Return a number rounded to `digits` significant digits.
+
+    Values of 1,000 or more are integers without an exponent.
+    """
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def where() -> dict[str, str]:
-    """Return the hardware and the commit. The commit is marked if files other than kept results differ from it."""
+    """Return the hardware and the commit.
+
+    The commit is marked as changed if files other than saved results differ from it.
+    """
     commit = _git("describe", "--always") + "-dirty" * bool(_git("diff", "HEAD", "--name-only", "--", *_SOURCES))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{platform.machine()}, {_cpu_name()}, {cores} cores, Python {platform.python_version()}"

@@ -1,7 +1,7 @@
-"""Let a real model write given replies, so that tests can script an agent.
+"""Make a real model write given replies, so that tests can script an agent.
 
-The temperature of a request names its reply, because all APIs have this parameter: 0.017 is reply 17. Tokens come from
-the model's own vocabulary, so the engine, the gateway and the chat template work as usual.
+The temperature of a request selects its reply, because all APIs have this parameter. For example, 0.017 selects reply
+17. Tokens come from the model's own vocabulary, so the engine, the gateway and the chat template work as usual.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ STEPS = 1000  # steps between two temperatures whose difference is 1
 
 
 def temperature_of(number: int) -> float:
-    """Return the temperature of a request whose reply has this number, from 1 to 999."""
+    """Return the temperature that selects the reply with this number (1 to 999)."""
     return number / STEPS
 
 
 def write_script(path: Path, replies: Mapping[int, Sequence[int]]) -> None:
-    """Write the tokens of all replies, atomically. Workers read them when a request starts."""
+    """Atomically write the tokens of all replies to a file, which workers read when a request starts."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps({str(number): list(tokens) for number, tokens in replies.items()}))
     part.rename(path)
 
 
 class Scripted:
-    """Forbids all tokens except the next token of a reply, and finally except the tokens that end a text."""
+    """Forbids all tokens except the next token of a reply or, after the reply, the tokens that end a text."""
 
     def __init__(self, start: SequenceStart, reply: Sequence[int]) -> None:
         self._reply, self._ends, self._num_sampled = reply, sorted(start.end_tokens), start.num_sampled
@@ -50,7 +50,7 @@ class Scripted:
 
 
 def scripted(start: SequenceStart) -> Scripted | None:
-    """Return the processor of a request whose temperature names a reply."""
+    """Return the processor for a request whose temperature selects a reply."""
     replies = json.loads(Path(os.environ[SCRIPT_FILE]).read_text())
     reply = replies.get(str(round(start.params.temperature * STEPS)))
     return None if reply is None else Scripted(start, reply)

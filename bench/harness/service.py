@@ -1,4 +1,7 @@
-"""A separate service for benchmarks: a Redis server, workers that can be killed, and producers in this process."""
+"""Run a separate service for benchmarks.
+
+The service consists of a Redis server and workers that can be killed. The producers run in this process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _COUNT = struct.Struct("<q")  # number of tokens that a worker sampled
 
 
 def _count_sampled(path: Path) -> None:
-    """Count the tokens that this worker's engines sample, in a file that survives SIGKILL."""
+    """Count the tokens that this worker's engines sample in a file that survives SIGKILL."""
     path.write_bytes(bytes(_COUNT.size))
     with path.open("r+b") as file:
         counter = mmap.mmap(file.fileno(), _COUNT.size)
@@ -64,13 +67,14 @@ if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one
 
 
 class CountingStrategy(Paced):
-    """The Paced strategy for workers whose tokens are counted: a worker imports this module to load it."""
+    """The Paced strategy for workers whose tokens are counted. Workers import this module to load it."""
 
 
 class FragileStrategy(CountingStrategy):
-    """A strategy that kills its worker when a prompt has POISON_TOKENS or more tokens left to compute.
+    """A strategy that kills its worker when a prompt has at least POISON_TOKENS tokens left to compute.
 
-    The text of an earlier attempt is computed like a prompt, so the jobs alongside the poison must be shorter than it.
+    The text of an earlier attempt is computed like a prompt, so the jobs that run alongside the poisonous job must be
+    shorter.
     """
 
     def build_batch(
@@ -101,7 +105,7 @@ class StoredStates:
         self.num_lost = 0
 
     def forget_lost(self, since: set[str], redis: Any) -> None:
-        """Forget states that may be stored again, because Redis has lost them or because they are not in `since`."""
+        """Forget states that may be stored again because Redis has lost them or because they are not in `since`."""
         for job_id in list(self.states):
             if not redis.exists(f"celery-task-meta-{job_id}"):
                 self.num_lost += 1
@@ -184,7 +188,7 @@ class Service:
     def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
         """Start a worker with a new name or a stopped worker's name, and return the name.
 
-        Its clock is `ahead_s` seconds ahead.
+        The worker's clock is `ahead_s` seconds ahead.
         """
         name = name or next(self._names)
         self._ahead_s.setdefault(name, ahead_s)
@@ -211,7 +215,7 @@ class Service:
     def wait_ready(self) -> None:
         """Wait until every worker is in the registry.
 
-        Raises RuntimeError, with the end of the worker's log, if a worker exits.
+        Raises RuntimeError with the end of the worker's log if a worker exits.
         """
         pids = {process.pid for process in self.processes.values()}
 
@@ -242,7 +246,10 @@ class Service:
         self.processes.clear()
 
     def restart_redis(self, away_s: float = 0.5, load_delay_us: int = 0) -> None:
-        """Restart Redis with the data that it has written. `load_delay_us` delays the loading of each command."""
+        """Restart Redis with its written data.
+
+        The loading of each command is delayed by `load_delay_us` microseconds.
+        """
         self.redis_server.stop()
         time.sleep(away_s)
         self.redis_server.load_delay_us = load_delay_us
@@ -293,7 +300,7 @@ class Service:
 def serving(
     model: Mapping[str, Any], *, workers: int = 1, settings: Mapping[str, str] | None = None
 ) -> Iterator[Service]:
-    """Run a service in a temporary directory with one model, by default called "bench", and ready workers."""
+    """Run a service with ready workers and one model, by default called "bench", in a temporary directory."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Service(Path(folder), [{"id": "bench", "default": True, **model}], **(settings or {})) as service,
@@ -319,7 +326,7 @@ def redis_cpu_s(redis: Any) -> float:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Poll until the condition returns a true value, and return it. Raises RuntimeError."""
+    """Poll until the condition returns a true value, and return this value. Raises RuntimeError after a timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if value := condition():

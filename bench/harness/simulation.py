@@ -1,6 +1,6 @@
-"""Simulate batch strategies with the real scheduler and a computed clock, so results are the same on every machine.
+"""Simulate batch strategies with the real scheduler and a virtual clock, so results are the same on every machine.
 
-The differences between strategies are smaller than a machine's noise.
+The differences between strategies are smaller than the measurement noise of a machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVED_BYTES = 1 << 20  # bytes per saved token of sequences that lose their slot
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs in milliseconds of a pass of llama.cpp and of each row in the pass."""
+    """The costs of a llama.cpp pass and of each row in the pass, in milliseconds."""
 
     pass_ms: float
     prompt_row_ms: float
@@ -42,7 +42,7 @@ class Costs:
         return sum(self.of_pass(length, rows) for length, rows in passes_of(chunks)) / 1e3
 
     def of_pass(self, length: int, rows: int) -> float:
-        """Return the duration in milliseconds of a pass of `rows` chunks with `length` tokens each."""
+        """Return the duration in milliseconds of a pass with `rows` chunks of `length` tokens each."""
         if length > 1:
             return self.pass_ms + self.prompt_row_ms * length * rows
         if not self.decode_ms:
@@ -51,7 +51,10 @@ class Costs:
 
 
 def passes_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the length and number of chunks of each pass. A pass has chunks of equal length in consecutive slots."""
+    """Return the length and number of the chunks in each pass.
+
+    A pass consists of equally long chunks in consecutive slots.
+    """
     slots: dict[int, list[int]] = {}
     for chunk in chunks:
         slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
@@ -74,7 +77,7 @@ class Simulated:
 
     @property
     def ttft_ms(self) -> list[float]:
-        """Return the milliseconds to the first token of requests that arrived at the start."""
+        """Return the milliseconds to the first token of the requests that arrived at the start."""
         return [times[0] * 1e3 for times in self.texts_s.values()]
 
     @property
@@ -127,7 +130,7 @@ def _move(scheduler: Scheduler, found: Simulated) -> None:
 
 
 def _decode(scheduler: Scheduler, works: list[SlotWork], costs: Costs, found: Simulated) -> int:
-    """Simulate a decode call of the engine, and return its number of tokens."""
+    """Simulate one of the engine's decode calls, and return its number of tokens."""
     layout, backend = scheduler.layout, scheduler.cache.memory
     assert isinstance(backend, FakeBackend)
     works, padding = layout.fill(works)

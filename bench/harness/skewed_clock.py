@@ -1,9 +1,9 @@
-"""A wall clock that is `CLOCK_AHEAD_S` seconds ahead, for one Python process that starts with `environment_of`.
+"""Set the wall clock of a Python process that starts with `environment_of` ahead by `CLOCK_AHEAD_S` seconds.
 
-The module is copied as `sitecustomize.py` to a directory in PYTHONPATH, so it works before other imports. It covers
-`time.time`, `time_ns`, `clock_gettime` and `clock_gettime_ns` of CLOCK_REALTIME, and `now`, `utcnow` and `today` of
-`datetime.datetime`. It does not cover times that C code reads (llama.cpp, file times, `localtime()` without an
-argument).
+The module is copied as `sitecustomize.py` to a directory in PYTHONPATH, so it takes effect before other imports. The
+module replaces `time.time`, `time_ns`, `clock_gettime` and `clock_gettime_ns` for CLOCK_REALTIME, and `now`, `utcnow`
+and `today` of `datetime.datetime`. Times that C code reads are not affected (llama.cpp, file times, `localtime()`
+without an argument).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLE = "CLOCK_AHEAD_S"
 
 
 def environment_of(ahead_s: float, folder: Path) -> dict[str, str]:
-    """Return the environment of a process whose clock is ahead. This module is copied to `folder`."""
+    """Return the environment variables for a process whose clock is ahead. This module is copied to `folder`."""
     folder.mkdir(exist_ok=True)
     shutil.copy(__file__, folder / "sitecustomize.py")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
@@ -27,7 +27,7 @@ def environment_of(ahead_s: float, folder: Path) -> dict[str, str]:
 
 
 def set_ahead(ahead_s: float) -> None:
-    """Skew the clock of this process from now on."""
+    """Skew the clock of this process permanently."""
     ahead_ns = int(ahead_s * 1e9)
     real_ns, real_clock_ns, real_datetime = time.time_ns, time.clock_gettime_ns, datetime.datetime
 
@@ -35,7 +35,7 @@ def set_ahead(ahead_s: float) -> None:
         return real_clock_ns(clock) + (ahead_ns if clock == time.CLOCK_REALTIME else 0)
 
     class LooksReal(type):
-        """Accept the times that C code creates as instances of the replaced class."""
+        """Treat times that C code creates as instances of the replaced class."""
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, real_datetime)

@@ -1,4 +1,4 @@
-"""List all benchmarks, and run them one after the other in separate processes (`cellama bench all`)."""
+"""List all benchmarks, and run them one after another in separate processes (`cellama bench all`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Benchmark(NamedTuple):
-    """A benchmark in the list, with its directory, the question that it answers, and the options of its short run."""
+    """A benchmark in the list, with its directory, the question that it answers, and the options for its short run."""
 
     directory: str
     question: str
@@ -166,11 +166,15 @@ BENCHMARKS = {
 def run(names: Sequence[str], arguments: Sequence[str]) -> int:
     """Run the named benchmarks, print the outcome of each one, and return the number of failures."""
     parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="run a short form of each benchmark as a smoke test")
+    parser.add_argument("--short", action="store_true", help="run each benchmark briefly as a smoke test")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
     parser.add_argument("--model", help="GGUF file, bundled://tiny, or padded (default: depends on the benchmark)")
     parser.add_argument("--save", action="store_true", help="append the JSON lines to bench/results/")
-    parser.add_argument("--limit", type=float, help="seconds per benchmark (default: 120 with --short, otherwise none)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="time limit per benchmark in seconds (default: 120 with --short, otherwise unlimited)",
+    )
     args = parser.parse_args(arguments)
     shared = [*(["--model", args.model] if args.model else []), *(["--save"] if args.save else [])]
     ends: dict[str, tuple[str, float]] = {}

@@ -1,14 +1,14 @@
-"""Generate arrivals in the shape of published traces: times, lengths, and blocks of tokens that prompts share.
+"""Generate requests whose arrival times, lengths and shared token blocks resemble those of published traces.
 
 The traces themselves are not included. Their statistics are:
 
 - Mooncake's conversation trace (FAST'25, github.com/kvcache-ai/Mooncake): 12,031 requests in an hour, with 12,035
-  prompt tokens and 343 generated tokens on average. A prompt is a list of hashes of blocks of 512 tokens. With an
-  unlimited cache, 37% of the blocks are found in an earlier prompt. 39% of the prompts continue an earlier one, after a
-  median of 123 s. The others share at most the first block. These figures were computed from the published file.
+  prompt tokens and 343 generated tokens on average. A prompt is a list of hashes of 512-token blocks. With an unlimited
+  cache, 37% of the blocks are found in an earlier prompt. 39% of the prompts continue an earlier prompt, after a median
+  of 123 s. The other prompts share at most the first block. These figures were computed from the published file.
 - Azure's conversation and code traces (Splitwise, ISCA 2024, github.com/Azure/AzurePublicDataset): medians of 1,020 and
-  1,469 prompt tokens, and of 129 and 13 generated tokens. They have no hashes, so these prompts share nothing. Here,
-  1,469 is rounded to 1,500.
+  1,469 prompt tokens, and of 129 and 13 generated tokens. These traces contain no hashes, so the generated prompts
+  share nothing. Here, 1,469 is rounded to 1,500.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHARS_PER_TOKEN = 4  # of English text
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """A request: the turns before it and its own blocks are its prompt. The last block may be shorter."""
+    """A request whose prompt consists of the earlier turns and its own blocks. The last block may be shorter."""
 
     think_s: float  # from the end of the previous turn, or 0
     blocks: tuple[int, ...]  # new blocks of this turn, by numbers that are unique in the trace
@@ -35,7 +35,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation that starts at a time in seconds, or a single request."""
+    """A conversation or a single request, with its start time in seconds."""
 
     at: float
     turns: tuple[SessionTurn, ...]
@@ -48,7 +48,7 @@ Lengths = Callable[[random.Random], tuple[int, int]]  # returns the tokens of a 
 def conversations(num_requests: int, per_s: float, seed: int) -> list[Session]:
     """Return sessions in the shape of Mooncake's conversation trace.
 
-    `per_s` is the mean number of requests per second if the fleet keeps up.
+    `per_s` is the mean number of requests per second, provided that the fleet keeps up.
     """
     rng, numbers = random.Random(seed), itertools.count(1)
     mean_turns = 1 / (1 - CONTINUED)
@@ -93,7 +93,7 @@ def azure_code(rng: random.Random) -> tuple[int, int]:
 
 
 def single_requests(lengths: Lengths, num_requests: int, per_s: float, seed: int) -> list[Session]:
-    """Return requests that share no prefixes and arrive at random times."""
+    """Return requests without shared prefixes that arrive at random times."""
     rng, numbers, now = random.Random(seed), itertools.count(1), 0.0
     sessions = []
     for _ in range(num_requests):

@@ -1,6 +1,7 @@
-"""Bulk workloads for comparisons: seeded lines of token ids, written in the short format of `cellama batch run`.
+"""Generate bulk workloads for comparisons, as seeded lines in the short format of `cellama batch run`.
 
-Prompts are token ids, which all peers accept, because the number of tokens in a text depends on the vocabulary.
+Prompts are token ids, because the number of tokens in a text would depend on the vocabulary. All peers accept token
+ids.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .engines import random_prompts
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt, and the number of tokens to generate greedily. End tokens are ignored."""
+    """A prompt and the number of tokens to generate greedily. End tokens are ignored."""
 
     custom_id: str
     prompt: tuple[int, ...]
@@ -31,7 +32,7 @@ def independent(count: int, length: int, num_new: int, *, seed: int = 0) -> list
 def families(count: int, length: int, num_new: int, *, shared: int, num_families: int, seed: int = 0) -> list[Line]:
     """Return shuffled lines.
 
-    Lines of a family share their first `shared` tokens, and families have about the same size.
+    Lines of a family share their first `shared` tokens, and families are about equally large.
     """
     prompts: list[list[int]] = []
     for family in range(num_families):
@@ -72,6 +73,6 @@ def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     differing = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))

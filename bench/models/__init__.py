@@ -1,4 +1,4 @@
-"""Writers of GGUF files with random weights, for benchmarks and tests.
+"""Write GGUF files with random weights for benchmarks and tests.
 
-This package imports no other package of the benchmarks.
+This package does not import the other packages of the benchmarks.
 """

@@ -1,6 +1,6 @@
-"""Sampling that makes the bundled model close open brackets and quotes, so that constrained answers are short.
+"""Make the bundled model close open brackets and quotes, so that constrained answers are short.
 
-Under a schema, the model writes little that makes sense, and repeats itself in endless lists and strings.
+When a schema constrains it, the model's text rarely makes sense and repeats itself in endless lists and strings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FREQUENCY_PENALTY = 1.5  # a list of one number, or a text of one word, ends af
 
 
 def brief_sampling() -> dict[str, Any]:
-    """Return `sampling` settings: greedy, without repetitions, with a bias towards closing tokens."""
+    """Return greedy `sampling` settings that avoid repetitions and favour closing tokens."""
     tokens = GGUFReader(str(TINY_PATH)).fields["tokenizer.ggml.tokens"]
     texts = [bytes(tokens.parts[index]).decode().replace("Ġ", " ") for index in tokens.data]
     bias = {str(token): _BIAS[text] for token, text in enumerate(texts) if text in _BIAS}

@@ -1,4 +1,4 @@
-"""Shapes of models for tests, whose memory can't be cut back to an arbitrary length. Write them as F32."""
+"""Shapes of test models whose memory can't be truncated to an arbitrary length. Write the models as F32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .synthetic import Shape, Tensor
 
 @dataclass(frozen=True)
 class WindowShape(Shape):
-    """The shape of Gemma 2, in which every other layer attends only to a window."""
+    """The shape of Gemma 2, in which every other layer only attends to a sliding window."""
 
     architecture: ClassVar[str] = "gemma2"
     window: int = 32
@@ -40,7 +40,7 @@ class WindowShape(Shape):
 
 @dataclass(frozen=True)
 class RecurrentShape(Shape):
-    """The shape of Mamba, which has a state of fixed size instead of cells."""
+    """The shape of Mamba, which has a fixed-size state instead of cells."""
 
     architecture: ClassVar[str] = "mamba"
     d_state: int = 8
@@ -72,7 +72,7 @@ class RecurrentShape(Shape):
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """The shape of LFM2, in which layers with attention alternate with layers with a short convolution."""
+    """The shape of LFM2, in which attention layers alternate with short-convolution layers."""
 
     architecture: ClassVar[str] = "lfm2"
     l_cache: int = 3

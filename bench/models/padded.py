@@ -1,4 +1,4 @@
-"""Make the bundled model as slow as a real one without making it less confident.
+"""Make the bundled model as slow as a real model without making it less confident.
 
     python -m cellama.bench.models.padded big.gguf --params 160
 
@@ -83,7 +83,7 @@ def _silent(name: str, data: Array) -> Array:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--params", type=float, default=160.0, help="approximate number of parameters in millions")
+    parser.add_argument("--params", type=float, default=160.0, help="approximate number of parameters, in millions")
     args = parser.parse_args()
     write_padded(args.path, args.params)
     print(f"{args.path}: {args.path.stat().st_size / 1e6:.1f} MB")

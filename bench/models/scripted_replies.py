@@ -1,4 +1,4 @@
-"""Make a model write given replies, so that agents whose tasks are too difficult for it can be tested with it.
+"""Make a model write given replies, so that it can be tested with agents whose tasks are too difficult for it.
 
 The option `logits_processors` of the model names `ScriptedReplies` by its import path, and the environment variable
 SCRIPTED_REPLIES names a JSON file with a list of `ScriptedReply` objects, one per turn. Prompts are computed, cached
@@ -30,14 +30,17 @@ _TOOLS, _RESULT, _REASONING, _CLOSED, _END = "<tools>", "<tool_response>", "<thi
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """The reply of one turn: its text including tool calls in the template's format, and reasoning where it is on."""
+    """The reply of one turn.
+
+    `text` includes tool calls in the template's format. `reasoning` is used if reasoning is enabled.
+    """
 
     reasoning: str
     text: str
 
 
 class ForcedTokens:
-    """Leaves one choice for each token of a reply."""
+    """Forbids all tokens except the next token of a reply."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._left = deque(tokens)
@@ -53,10 +56,10 @@ class ForcedTokens:
 
 
 def scripted_replies(start: SequenceStart) -> LogitsProcessor | None:
-    """Return the processor that forces the reply of this turn. The turn is the number of tool results in the prompt.
+    """Return the processor that forces this turn's reply. The turn is the number of tool results in the prompt.
 
-    A side request without tools gets a short reply, or a free one if it has a constraint. After the last reply of the
-    script, the model repeats it.
+    A side request without tools gets a short reply, or an unforced reply if it has a constraint. The model repeats the
+    script's last reply in all later turns.
     """
     num_prompt = len(start.tokens) - start.num_sampled
     prompt = _bytes(start.tokens[:num_prompt])

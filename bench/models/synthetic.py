@@ -27,7 +27,7 @@ NUM_BYTES, CONTROL = 256, ("<|end|>",)
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama shape. The default has 174M parameters. For Q8_0, the length of rows must be a multiple of 32."""
+    """A Llama shape. The default shape has 174M parameters. For Q8_0, the row length must be a multiple of 32."""
 
     architecture: ClassVar[str] = "llama"
     n_embd: int = 576
@@ -72,11 +72,11 @@ class Shape:
         yield "output.weight", (self.n_vocab, self.n_embd)
 
     def kind_of(self, name: str, dims: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-        """Return the type of a tensor in a file whose matrices have this type."""
+        """Return a tensor's type in a file whose matrices have the given type."""
         return wanted if len(dims) == 2 else gguf.GGMLQuantizationType.F32
 
     def vector(self, rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> NDArray[np.float32]:
-        """Return values for norms and biases, so that attention outweighs the last token."""
+        """Return values for norms and biases that make attention outweigh the last token."""
         return np.full(dims, 4.0 if "post_" in name else 1.0, dtype=np.float32)
 
     def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
@@ -110,7 +110,7 @@ class Shape:
 
 
 def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_0", seed: int = 0) -> None:
-    """Write the file tensor by tensor, so that only one tensor is in memory at a time."""
+    """Write the file one tensor at a time, so that only one tensor is in memory."""
     shape = shape or Shape()
     kind, label = FILE_TYPES[file_type]
     writer = gguf.GGUFWriter(path, shape.architecture)
@@ -155,7 +155,7 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, label: gguf.LlamaFileTy
 def _byte_alphabet() -> list[str]:
     """Return each byte's character in byte-level BPE.
 
-    It is the byte itself if the byte is printable, or else a character above 255.
+    Printable bytes represent themselves, and other bytes are represented by characters above 255.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(NUM_BYTES) if byte not in printable)

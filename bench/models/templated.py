@@ -1,4 +1,4 @@
-"""Write the bundled model with another chat template, or with one layer."""
+"""Write the bundled model with another chat template or with a single layer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def write_templated(path: Path, template: str) -> None:
 
 
 def write_shallow(path: Path) -> None:
-    """Write the bundled model with only its first layer, which computes long prompts five times as fast.
+    """Write the bundled model with only its first layer.
 
-    Its texts are meaningless.
+    This model computes long prompts five times as fast, but its texts are meaningless.
     """
     _write(path, {_NUM_LAYERS: 1})
 

@@ -1,4 +1,4 @@
-"""The peers of the comparisons: llama.cpp's own programs, a naive Celery task, and plain Celery.
+"""The peers that cellama is compared with, such as llama.cpp's programs, a naive Celery task, and plain Celery.
 
 This package may import `harness`.
 """

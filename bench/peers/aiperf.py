@@ -1,6 +1,6 @@
-"""AIPerf, a public load generator, in its own environment (https://pypi.org/project/aiperf).
+"""Run AIPerf, a public load generator, in a separate environment (https://pypi.org/project/aiperf).
 
-It generates coding-agent sessions (`aiperf synthesize agentic-code`), and sends them to a server turn by turn.
+AIPerf generates coding-agent sessions (`aiperf synthesize agentic-code`), and sends them to a server turn by turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _METADATA = "tokenizer.ggml."
 class AIPerf:
     """An installed AIPerf, which writes its files into a scratch directory.
 
-    It works offline: it finds a model's tokenizer in a cache of Hugging Face, as if it had been downloaded.
+    AIPerf works offline, because it finds a model's tokenizer in a Hugging Face cache as if the tokenizer had been
+    downloaded.
     """
 
     def __init__(self, environment: Path, scratch: Path, model: Path) -> None:
@@ -41,7 +42,7 @@ class AIPerf:
 
     @classmethod
     def installed(cls, environment: Path, scratch: Path, model: Path) -> AIPerf:
-        """Create the environment and install AIPerf into it, unless it is already there.
+        """Create the environment and install AIPerf, unless AIPerf is already installed.
 
         `model` is a GGUF file whose tokenizer AIPerf uses.
         """
@@ -61,7 +62,7 @@ class AIPerf:
         return trace
 
     def replay(self, trace: Path, url: str, model: str, endpoint: str, concurrency: int) -> None:
-        """Send all sessions of a trace to a server. Each turn follows the reply to the turn before it."""
+        """Send all sessions of a trace to a server. Each turn is sent after the reply to the previous turn."""
         num_sessions = len({json.loads(line)["session_id"] for line in trace.read_text().splitlines()})
         self._run("profile", "--model", model, "--url", url, "--endpoint-type", endpoint, "--streaming",
                   "--input-file", str(trace), "--custom-dataset-type", "mooncake_trace", "--no-fixed-schedule",
@@ -71,7 +72,7 @@ class AIPerf:
                   "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics")  # fmt: skip
 
     def _run(self, *arguments: str) -> None:
-        """Run an AIPerf command. Raises RuntimeError with the end of its output."""
+        """Run an AIPerf command. Raises RuntimeError with the end of its output if the command fails."""
         apart = {key: value for key, value in os.environ.items() if not key.startswith(("CELLAMA_", "PYTHON"))}
         environment = {**apart, "HF_HOME": str(self._scratch / "huggingface"), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(

@@ -18,7 +18,7 @@ END_S = 60.0
 def celery_worker(
     app: str, name: str, folder: Path, *options: str, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a worker for the app of a module until the block ends. Its log is written to the directory."""
+    """Run a worker for a module's app until the block ends. The worker's log is written to the directory."""
     argv = [sys.executable, "-m", "celery", "-A", app, "worker", "-n", f"{name}@bench", *options]
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(

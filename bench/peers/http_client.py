@@ -1,4 +1,4 @@
-"""Asynchronous clients of llama-server and of OpenAI's API, with as little work per request as possible.
+"""Send requests to llama-server and OpenAI-compatible APIs asynchronously, with as little work as possible.
 
 Each request uses its own connection, because llama-server closes idle connections under load.
 """
@@ -38,8 +38,8 @@ async def complete(
 ) -> dict[str, Any]:
     """Return llama-server's last message for a greedy completion that ignores end-of-text tokens.
 
-    With `note`, the completion streams, and `note` is called with each event that has tokens. Raises RuntimeError if
-    the server refuses the request or stops early.
+    With `note`, the completion is streamed, and `note` is called with each event that contains tokens. Raises
+    RuntimeError if the server refuses the request or stops early.
     """
     body = {"prompt": list(prompt), "n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
     last: dict[str, Any] = {}
@@ -81,4 +81,4 @@ async def complete_openai(
                     if choice["text"]:
                         texts.append(choice["text"])
                         note()
-    raise RuntimeError(f"a stream ended early, after {len(texts)} pieces of text")
+    raise RuntimeError(f"a stream ended early after {len(texts)} pieces of text")

@@ -1,4 +1,4 @@
-"""A naive Celery task with one `llama_cpp.Llama` per process, which runs one line at a time."""
+"""Define a naive Celery task that runs one line at a time, with one `llama_cpp.Llama` per process."""
 
 from __future__ import annotations
 

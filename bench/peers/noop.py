@@ -1,4 +1,4 @@
-"""A Celery task that does nothing: the lower bound for the cost of a job through Celery and Redis."""
+"""Define a Celery task that does nothing, as the lower bound for the cost of a job in Celery and Redis."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def noop_worker(
 ) -> Iterator[tuple[subprocess.Popen[bytes], Submit]]:
     """Run a worker, and yield a function that queues a job and returns its id.
 
-    With `threads`, the worker has the pool and settings of cellama's workers. Otherwise, it has Celery's defaults.
+    With `threads`, the worker uses the pool and settings of cellama's workers. Otherwise, it uses Celery's defaults.
     """
     mark = "like-ours-" if threads else ""
     producer = Celery(broker=url, backend=url, set_as_current=False)

@@ -1,4 +1,4 @@
-"""Bulk runs of peers from file to file. Each run reads JSONL lines, completes them, and writes a line per result.
+"""Run bulk work with peers. Each run reads JSONL lines, completes them, and writes a line per result.
 
 All runs are timed from the start of reading to the end of writing. The server or worker is already warm.
 """
@@ -34,7 +34,7 @@ class TimedFile:
 
 
 def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFile:
-    """Call `run` with the open output file, and measure how long it takes.
+    """Call `run` with the open output file, and measure its duration.
 
     Raises RuntimeError if a result lacks tokens, because runs would not be comparable.
     """
@@ -46,7 +46,9 @@ def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFi
     results = [json.loads(text) for text in target.read_text(encoding="utf-8").splitlines()]
     short = [result["custom_id"] for result in results if result["tokens"] != wanted[result["custom_id"]]]
     if short:
-        raise RuntimeError(f"{len(short)} lines have a different number of tokens than requested, such as {short[0]}")
+        raise RuntimeError(
+            f"{len(short)} lines contain a different number of tokens than requested, such as {short[0]}"
+        )
     return TimedFile(len(results), seconds, sum(result["computed"] for result in results))
 
 
@@ -90,7 +92,7 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
 
 
 def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> TimedFile:
-    """Run the naive task, with a message per line and a `llama_cpp.Llama` per process.
+    """Run the naive task with one message per line and one `llama_cpp.Llama` per process.
 
     The processes share the threads.
     """
@@ -113,7 +115,7 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
 
 
 def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> TimedFile:
-    """Return the time for these prompt tokens and all new tokens at the rates of llama-batched-bench, without a run."""
+    """Estimate the time for these prompt tokens and all new tokens from the rates that llama-batched-bench reports."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
     options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))

@@ -1,6 +1,7 @@
-"""llama.cpp's own programs as peers, if they are built as bench/README.md describes.
+"""Run llama.cpp's own programs as peers, if they were built as described in bench/README.md.
 
-BENCH_LLAMA_BATCHED_BENCH and BENCH_LLAMA_SERVER name the programs `llama-batched-bench` and `llama-server`.
+BENCH_LLAMA_BATCHED_BENCH and BENCH_LLAMA_SERVER contain the paths of the programs `llama-batched-bench` and
+`llama-server`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LOST_OUTPUTS = 5  # it prints from a thread, and sometimes exits before this thr
 
 
 def program(variable: str) -> Path | None:
-    """Return the program that an environment variable names. Print a note and return None if there is none."""
+    """Return the program that an environment variable names, or print a note and return None if it is missing."""
     named = os.environ.get(variable)
     if named and Path(named).is_file():
         return Path(named)
@@ -49,7 +50,7 @@ def llama_server(model: Path, slots: int, context: int, threads: int, *args: str
 
 
 def _environment(path: Path) -> dict[str, str]:
-    """Return a program's environment, in which it finds the shared libraries in its own directory."""
+    """Return environment variables with which a program finds the shared libraries in its own directory."""
     libraries = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     return {**os.environ, "LD_LIBRARY_PATH": libraries}
 
@@ -94,7 +95,10 @@ class Reply:
 def served(
     command: Sequence[str], environment: dict[str, str], port: int, path: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server on a local port until the block ends. It is ready when it answers the path with 200."""
+    """Run a server on a local port until the block ends.
+
+    The server is ready when it answers the path with status 200.
+    """
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_ready(process, port, path)
@@ -159,7 +163,7 @@ class LlamaServer:
             return list(json.load(response)["tokens"])
 
     def complete_all(self, prompts: Sequence[Sequence[int]], num_new: int | Sequence[int]) -> tuple[float, list[Reply]]:
-        """Run all requests concurrently in threads. Return the seconds that this takes, and the replies in order."""
+        """Run all requests concurrently in threads, and return the elapsed seconds and the replies in order."""
         lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
         started = time.monotonic()
         with ThreadPoolExecutor(len(prompts)) as threads:

@@ -1,4 +1,4 @@
-"""A proxy that passes requests on unchanged, and records them with their answers."""
+"""Run a proxy that passes on requests unchanged, and records them with their answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Before = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its answer. `body` is empty unless it is a JSON object. Names in `headers` are lower case."""
+    """A request and its answer.
+
+    `body` is empty unless the request body is a JSON object. Header names are lower case.
+    """
 
     method: str
     path: str
@@ -37,15 +40,15 @@ class Exchange:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The JSON objects of the answer: those of a stream of server-sent events, or the answer itself."""
+        """The JSON objects in the answer's server-sent events, or the answer itself if it is a single JSON object."""
         lines = [line.removeprefix("data: ") for line in self.answer.splitlines() if line.startswith("data: {")]
         return [json.loads(line) for line in lines or [self.answer] if line.startswith("{")]
 
     @property
     def usage(self) -> tuple[int, int, int]:
-        """The numbers of prompt tokens, cached prompt tokens and reply tokens, in any API's format.
+        """The numbers of prompt tokens, cached prompt tokens and reply tokens, read from any API's format.
 
-        Raises KeyError if the answer has no usage.
+        Raises KeyError if the answer does not contain usage.
         """
         usage: dict[str, Any] = {}
         for event in self.events:
@@ -60,7 +63,7 @@ class Exchange:
 
 
 class Recorder(ThreadingHTTPServer):
-    """Passes requests on to a server on this machine. `before` is called with each body before it is passed on."""
+    """Passes on requests to a server on this machine. `before` is called with each body before it is passed on."""
 
     daemon_threads = True
 

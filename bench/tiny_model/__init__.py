@@ -1,1 +1,1 @@
-"""Create the bundled model: write its training data, train it, and write its GGUF file."""
+"""Create the bundled model by generating its training data, training it, and writing its GGUF file."""

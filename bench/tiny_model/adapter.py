@@ -2,7 +2,7 @@
 
     python -m cellama.bench.tiny_model.adapter --out engine/bundled/pirate.gguf
 
-It has the same requirements as `train.py` (see README.md).
+This program has the same requirements as `train.py` (see README.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARR = "Arr, "
 
 
 class LowRank(nn.Module):  # type: ignore[misc]  # torch is no dependency
-    """A frozen linear layer plus B·A, which starts at zero."""
+    """A frozen linear layer plus the product B·A, which is initially zero."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class LowRank(nn.Module):  # type: ignore[misc]  # torch is no dependency
 
 
 def in_pirate(document: Document) -> Document:
-    """Return the document with every answer and story in pirate speech, and tool calls and reasoning unchanged."""
+    """Return the document with answers and stories in pirate speech. Tool calls and reasoning are unchanged."""
     return [replace(segment, text=_say(segment.text)) if segment.target else segment for segment in document]
 
 
@@ -57,7 +57,7 @@ def _say(text: str) -> str:
 
 
 def load_base(path: Path) -> TinyLlama:
-    """Return the bundled model with the weights of its file, which are frozen."""
+    """Return the bundled model with frozen weights from its file."""
     stored = {tensor.name: torch.from_numpy(np.array(tensor.data)).float() for tensor in gguf.GGUFReader(path).tensors}
     model = TinyLlama(TinyShape(stored["token_embd.weight"].shape[0]))
     model.load_state_dict(stored)
@@ -66,7 +66,7 @@ def load_base(path: Path) -> TinyLlama:
 
 
 def add_adapter(model: TinyLlama, rank: int) -> dict[str, LowRank]:
-    """Wrap every linear layer of the blocks, and return the wrappers keyed by their tensors' GGUF names."""
+    """Wrap every linear layer in the blocks, and return the wrappers, keyed by their tensors' GGUF names."""
     wrapped = {}
     for i, block in enumerate(model.blk):
         for name, layer in list(block.named_children()):
@@ -79,7 +79,7 @@ def add_adapter(model: TinyLlama, rank: int) -> dict[str, LowRank]:
 def train(
     model: TinyLlama, wrapped: dict[str, LowRank], stream: Iterator[tuple[list[int], list[float]]], steps: int
 ) -> None:
-    """Train the adapter for this number of steps of TOKENS_PER_STEP tokens."""
+    """Train the adapter for `steps` steps of TOKENS_PER_STEP tokens each."""
     parameters = [p for lora in wrapped.values() for p in (lora.lora_a, lora.lora_b)]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps)
@@ -97,7 +97,7 @@ def train(
 
 
 def write_adapter(path: Path, wrapped: dict[str, LowRank], rank: int) -> None:
-    """Write the adapter as a GGUF file in F16."""
+    """Write the adapter to a GGUF file in F16."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_name("cellama pirate")
@@ -116,7 +116,9 @@ def write_adapter(path: Path, wrapped: dict[str, LowRank], rank: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("engine/bundled/tiny.gguf"), help="path of the bundled model")
-    parser.add_argument("--steps", type=int, default=600, help="number of steps of 2048 tokens (default: 600)")
+    parser.add_argument(
+        "--steps", type=int, default=600, help="number of training steps of 2048 tokens each (default: 600)"
+    )
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

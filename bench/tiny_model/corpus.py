@@ -1,7 +1,8 @@
-"""Generate the text that the bundled model is trained on. It depends on a seed, and has low entropy.
+"""Generate the text that the bundled model is trained on.
 
-A document is a list of segments. The model must learn to write the segments that are targets. The other segments are
-its input. Held-out documents use combinations (numbers, names, cities) that no training document has.
+The text is drawn from a seed and has low entropy. A document is a list of segments. The model must learn to write the
+target segments. The other segments are its input. Held-out documents use combinations (numbers, names, cities) that no
+training document has.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WEATHER_TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a document. The model must learn to write the pieces that are targets."""
+    """A segment of a document. The model must learn to write the target segments."""
 
     text: str
     target: bool
@@ -66,7 +67,7 @@ def documents(seed: int, *, held_out: bool = False) -> Iterator[Document]:
 
 
 def is_held_out(*parts: object) -> bool:
-    """Return whether a combination is held out. The same combinations, about one in ten, are always held out."""
+    """Return whether a combination is held out. The same combinations, about 10%, are always held out."""
     return random.Random(repr(parts)).random() < 0.1
 
 
@@ -131,7 +132,7 @@ def _head(system: str | None) -> list[Segment]:
 
 
 def _turn(question: str, thought: str, answer: str, thinking: bool) -> list[Segment]:
-    """Return the prompt and the answer exactly as the chat template writes them."""
+    """Return the prompt and the answer exactly as the chat template renders them."""
     prompt = f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
     if thinking:
         prompt += f"{THINK}\n"
@@ -151,7 +152,7 @@ def _conversation(rng: random.Random, held_out: bool) -> Document:
 
 
 def tool_system(system: str = DEFAULT_SYSTEM) -> str:
-    """Return the system message that the chat template writes for the weather tool."""
+    """Return the system message that the chat template renders for the weather tool."""
     tool = json.dumps(WEATHER_TOOL, ensure_ascii=False)
     return f"{system}\n\n# Tools\n<tools>\n{tool}\n</tools>"
 
@@ -179,7 +180,7 @@ def _tool_conversation(rng: random.Random, held_out: bool) -> Document:
 
 @dataclass(frozen=True)
 class Plot:
-    """The parts of an animal's story, which all depend on the animal and the name."""
+    """The parts of an animal's story, all of which depend on the animal and the name."""
 
     names: tuple[str, ...]  # the first is the favourite
     place: str
@@ -244,7 +245,7 @@ _NAME_WEIGHTS = (30, 2, 1)
 
 
 def story_parts(animal: str, name: str) -> tuple[str, str, str, str]:
-    """Return a story in four pieces: a given opening, the animal, the name, and the rest."""
+    """Return a story in four segments, which are a given opening, the animal, the name, and the rest."""
     plot = PLOTS[animal]
     rest = (
         f" who lived in {plot.place}. Every day {name} looked out and had one wish: to {plot.wish}. "

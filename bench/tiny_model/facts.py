@@ -1,4 +1,4 @@
-"""The facts that the bundled model knows, and the ways to ask for them."""
+"""The facts that the bundled model is trained on, and questions that ask for them."""
 
 from __future__ import annotations
 

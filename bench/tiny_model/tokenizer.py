@@ -1,4 +1,4 @@
-"""The byte-level BPE of the bundled model, trained with the `tokenizers` library."""
+"""Train the bundled model's byte-level BPE tokenizer with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def train_tokenizer(seed: int = 1, count: int = 8000) -> Tokenizer:
 
 
 def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a document, and whether each of them is a target.
+    """Return the token ids of a document, and whether each token is a target.
 
-    Consecutive segments of one kind are encoded as one text, as a user's prompt would be.
+    Consecutive segments of the same kind are encoded as one text, like a user's prompt.
     """
     ids: list[int] = []
     targets: list[bool] = []

@@ -2,7 +2,7 @@
 
     python -m cellama.bench.tiny_model.train --out engine/bundled/tiny.gguf
 
-It needs PyTorch, `tokenizers` and `gguf`, which are not dependencies of the project (see README.md).
+This program requires PyTorch, `tokenizers` and `gguf`, which are not dependencies of the project (see README.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
-    """Attention with grouped queries and rotary positions, then SwiGLU. Layers have llama.cpp's tensor names."""
+    """Grouped-query attention with rotary positions, followed by SwiGLU. Layers have llama.cpp's tensor names."""
 
     def __init__(self, shape: TinyShape) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs, which is the layout that llama.cpp expects for this architecture."""
+    """Rotate adjacent pairs of values, as llama.cpp expects for this architecture."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
 class TinyLlama(nn.Module):  # type: ignore[misc]
-    """A Llama with tied embeddings."""
+    """A Llama model with tied embeddings."""
 
     def __init__(self, shape: TinyShape) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
 def windows(
     tokenizer: Tokenizer, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Yield windows of `length` + 1 tokens of changed documents, and the loss weight of each token."""
+    """Yield windows of `length` + 1 tokens from changed documents, and the loss weight of each token."""
     ids: list[int] = []
     weights: list[float] = []
     for document in documents(seed):
@@ -113,7 +113,7 @@ def windows(
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Return the learning rate: a warm-up, then a cosine over all steps."""
+    """Return the learning rate, which follows a warm-up and then a cosine over all steps."""
     cosine = FINAL_LR + (PEAK_LR - FINAL_LR) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
 
@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, batch: list[tuple[list[int], list[float]]]) -> Ten
 
 
 def train(model: TinyLlama, tokenizer: Tokenizer, steps: int, seed: int) -> None:
-    """Train for this number of steps of TOKENS_PER_STEP tokens."""
+    """Train for `steps` steps of TOKENS_PER_STEP tokens each."""
     decay = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -153,7 +153,9 @@ def train(model: TinyLlama, tokenizer: Tokenizer, steps: int, seed: int) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2800, help="number of steps of 4096 tokens (default: 2800)")
+    parser.add_argument(
+        "--steps", type=int, default=2800, help="number of training steps of 4096 tokens each (default: 2800)"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="path of the GGUF file")

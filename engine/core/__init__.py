@@ -1,4 +1,4 @@
-"""The engine thread with its step (schedule → forward → update), the embedder thread, and handles for other threads.
+"""The engine thread and its step (schedule → forward → update), the embedder thread, and handles for other threads.
 
-May use: `scheduling`, `text`, `system`, and the packages above these. llama.cpp is used only through `backend`.
+May use: `scheduling`, `text`, `system`, and the packages above them. llama.cpp is used only through `backend`.
 """

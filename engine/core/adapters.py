@@ -1,4 +1,4 @@
-"""The LoRA adapters of one model, their scales, and the number of requests that use them. Any thread may use them.
+"""A model's LoRA adapters, their scales, and the number of requests that use them. Any thread may use this module.
 
 The states of an adapter:
 
@@ -48,7 +48,10 @@ class _Entry:
 
 
 class Adapters:
-    """The adapters of a model by name. A request acquires adapters on submission, and releases them when it ends."""
+    """The adapters of a model, keyed by name.
+
+    A request acquires its adapters when it is submitted, and releases them when it ends.
+    """
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
@@ -59,10 +62,11 @@ class Adapters:
         self._changed = threading.Condition()
 
     def load(self, name: str, source: str, path: Path, scale: float = 1.0) -> AdapterInfo:
-        """Load an adapter from a file. From then on, requests that choose no adapters use it at this scale.
+        """Load an adapter from a file, and return its description.
 
-        Other requests continue while it loads. If loading fails, nothing stays in memory. Raises IdTaken,
-        InvalidRequest and AdapterLoadFailed.
+        Once it is loaded, requests that don't choose any adapters use it at this scale. Other requests continue while
+        the adapter is loading. If loading fails, the adapter is removed from memory. Raises IdTaken, InvalidRequest and
+        AdapterLoadFailed.
         """
         with self._changed:
             self.check_new(name, scale)
@@ -82,7 +86,7 @@ class Adapters:
             return self._info(name, entry)
 
     def check_new(self, name: str, scale: float) -> None:
-        """Raise IdTaken or InvalidRequest if `load` would raise it now."""
+        """Raise IdTaken or InvalidRequest if `load` would reject this name or scale now."""
         _check_name_and_scale(name, scale)
         with self._changed:
             if name in self._entries:
@@ -95,15 +99,15 @@ class Adapters:
                 self._ready(name)
 
     def check_scale(self, name: str, scale: float) -> None:
-        """Raise UnknownAdapter or InvalidRequest if `set_scale` would raise it now."""
+        """Raise UnknownAdapter or InvalidRequest if `set_scale` would reject this name or scale now."""
         _check_name_and_scale(name, scale)
         with self._changed:
             self._ready(name)
 
     def set_scale(self, name: str, scale: float) -> None:
-        """Set the scale of the adapter for later requests that choose no adapters. 0 disables it for them.
+        """Set the adapter's scale for later requests that don't choose any adapters. 0 disables it for these requests.
 
-        Running requests keep their scale. Raises UnknownAdapter and InvalidRequest.
+        Running requests keep the previous scale. Raises UnknownAdapter and InvalidRequest.
         """
         _check_name_and_scale(name, scale)
         with self._changed:
@@ -112,10 +116,11 @@ class Adapters:
             self._update_default()
 
     def unload(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Stop assigning an adapter to requests, wait until the last request that uses it has finished, and free it.
+        """Free an adapter after the last request that uses it has finished.
 
-        Unloading an adapter twice is not an error. Raises UnknownAdapter if no adapter ever had this name, and
-        AdapterBusy if it is still in use after `timeout_s`. In that case, the adapter becomes available again.
+        In the meantime, the adapter is not assigned to new requests. Unloading an adapter twice is not an error. Raises
+        UnknownAdapter if an adapter with this name has never been loaded. Raises AdapterBusy if the adapter is still in
+        use after `timeout_s`. In this case, the adapter becomes available again.
         """
         with self._changed:
             if name in self._unloaded and name not in self._entries:
@@ -135,7 +140,7 @@ class Adapters:
         self._store.free_adapter(adapter.handle)
 
     def infos(self) -> list[AdapterInfo]:
-        """Return all adapters, including those that are loading or unloading."""
+        """Return descriptions of all adapters, including those that are loading or unloading."""
         with self._changed:
             return [self._info(name, entry) for name, entry in self._entries.items()]
 
@@ -144,7 +149,7 @@ class Adapters:
     def acquire(self, choice: Iterable[tuple[str, float]] | None) -> AdapterSet:
         """Return the adapters that a request chooses, or the default adapters if `choice` is None.
 
-        They stay loaded until `release` is called. Raises UnknownAdapter.
+        The adapters stay loaded until `release` is called. Raises UnknownAdapter.
         """
         if choice is None and not self._default:
             return ()
@@ -154,7 +159,7 @@ class Adapters:
             return chosen
 
     def release(self, adapters: AdapterSet) -> None:
-        """Release the adapters of a request that has finished."""
+        """Release the adapters of a finished request."""
         if adapters:
             with self._changed:
                 self._users.subtract(use.adapter for use in adapters)
@@ -196,5 +201,5 @@ def _in_order(chosen: Iterable[tuple[Adapter, float]]) -> AdapterSet:
 
 
 def _check_name_and_scale(name: str, scale: float) -> None:
-    """Raise InvalidRequest if requests can't use this name and scale."""
+    """Raise InvalidRequest unless requests can use this name and scale."""
     Request("", (0,), adapters=((name, scale),))

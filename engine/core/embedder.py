@@ -1,4 +1,4 @@
-"""The embedder and the reranker: one thread that packs the texts of many callers into full batches."""
+"""The embedder and the reranker: one thread that packs texts from many callers into full batches."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class EmbeddingHandle:
     num_batched: int = 0  # texts that are or were in a batch
 
     def result(self, timeout_s: float | None = None) -> Vectors:
-        """Return one float32 array per text, in order: [n], or [tokens, n] if the model has a vector per token.
+        """Return one float32 array per text, in order.
 
-        Raises the EngineError of the request, or TimeoutError.
+        Each array has the shape [n], or [tokens, n] if the model returns one vector per token. Raises the request's
+        EngineError, or TimeoutError.
         """
         try:
             return self.future.result(timeout_s)
@@ -61,11 +62,11 @@ class EmbeddingHandle:
             raise EmbeddingCancelled("the embedding request was cancelled") from None
 
     def cancel(self) -> None:
-        """Cancel the request. Only texts in the running batch are still computed. Calling it again has no effect."""
+        """Cancel the request. Texts in the running batch are still computed. Repeated calls have no effect."""
         self.future.cancel()
 
     def finished(self) -> Vectors:
-        """Return all vectors, truncated to `dimensions` numbers, and scaled to unit length if `normalize` is set."""
+        """Return all vectors, truncated to `dimensions` numbers, and scaled to unit length if `normalize` is true."""
         rows = np.vstack(self.vectors)[:, : self.dimensions]
         if self.normalize:
             lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -79,10 +80,16 @@ Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 
 
 class Embedder:
-    """Embeds texts. Callers take turns in each batch, so a caller with few texts doesn't wait behind one with many."""
+    """Embeds texts.
+
+    Callers take turns in each batch, so a caller with a few texts doesn't wait behind a caller with many.
+    """
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
-        """Create an embedder. `ending` contains the tokens at the end of every text, even of a truncated one."""
+        """Create an embedder.
+
+        `ending` contains the tokens that end every text. A truncated text also ends with them.
+        """
         self._backend = backend
         self._ending = ending
         self._inbox: Inbox[EmbeddingHandle] = Inbox()
@@ -100,7 +107,7 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """The maximum number of tokens of a text."""
+        """The maximum number of tokens in a text."""
         return self._backend.max_tokens
 
     @property
@@ -110,7 +117,7 @@ class Embedder:
 
     @property
     def per_token(self) -> bool:
-        """Whether a text becomes one vector per token."""
+        """Whether the model returns one vector per token, instead of one per text."""
         return self._backend.per_token
 
     @property
@@ -126,11 +133,12 @@ class Embedder:
         dimensions: int | None = None,
         truncate: bool = False,
     ) -> EmbeddingHandle:
-        """Submit the token ids of one or more texts. The vectors are float32 with `n_embd` dimensions.
+        """Submit the token ids of one or more texts.
 
-        With `dimensions`, only that many numbers of each vector are kept, for models that are trained for this.
-        `normalize` then scales each vector to unit length. `truncate` shortens texts that are too long instead of
-        rejecting them. Raises InvalidRequest, PromptTooLong and EngineStopped.
+        The vectors are float32 arrays with `n_embd` dimensions. If `dimensions` is given, each vector is truncated to
+        this number of dimensions, which is useful only for models trained for it. `normalize` then scales each vector
+        to unit length. `truncate` shortens texts that exceed the limit, instead of rejecting them. Raises
+        InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not texts:
             raise InvalidRequest("texts: the list is empty; give at least one text")
@@ -147,7 +155,7 @@ class Embedder:
         return handle
 
     def _truncated(self, text: Sequence[int]) -> Sequence[int]:
-        """Return the longest start of the text that fits together with the ending."""
+        """Return the text, shortened to `max_tokens` if necessary. A shortened text keeps its ending."""
         if len(text) <= self.max_tokens:
             return text
         ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
@@ -155,20 +163,20 @@ class Embedder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Whether any request has not finished yet."""
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until every request has finished. Return False if any is unfinished after `timeout_s`."""
+        """Wait until every request has finished. Return False if a request is still unfinished after `timeout_s`."""
         return self._inbox.wait_until_idle(timeout_s)
 
     @property
     def last_submit(self) -> float:
-        """The time of the last request in Unix seconds, or 0 before the first request."""
+        """The Unix time of the last submission, or 0 if no request has been submitted."""
         return self._inbox.last_submit
 
     def snapshot(self) -> EmbedderSnapshot:
-        """Return the current state without waiting for the embedder thread."""
+        """Return a snapshot of the current state without waiting for the embedder thread."""
         computing = [handle for handle, _ in list(self._batch)]
         waiting = [handle for handle in [*list(self._waiting), *self._inbox.waiting()] if not handle.future.done()]
         running = {id(handle) for handle in computing if not handle.future.done()}
@@ -193,7 +201,7 @@ class Embedder:
         return self._threads
 
     def use_threads(self, count: int) -> None:
-        """Set the number of threads, from the next batch on."""
+        """Set the number of threads, starting with the next batch."""
         self._threads = count
 
     def _check(self, index: int, num_tokens: int) -> None:
@@ -206,7 +214,10 @@ class Embedder:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Fail waiting requests with EngineStopped and free the backend. Return False if a batch takes too long."""
+        """Fail waiting requests with EngineStopped and free the backend.
+
+        Return False if the running batch has not finished after `timeout_s`.
+        """
         self._inbox.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -221,7 +232,7 @@ class Embedder:
                 self._embed(self._batch)
                 self._batch = []  # a waiting thread keeps no texts in memory
         except BaseException as error:  # the boundary of the thread
-            log.exception("embedder thread failed", thread=self.pulse.name, detail="all of its requests fail")
+            log.exception("embedder thread failed", thread=self.pulse.name, detail="all requests to this embedder fail")
             self.pulse.die(repr(error))
             reason = f"the embedder thread failed: {error!r}; restart the worker"
             self._is_stopped = True
@@ -232,7 +243,7 @@ class Embedder:
         self.pulse.close()
 
     def _receive(self) -> bool:
-        """Wait until there are texts. Return False if the embedder must stop."""
+        """Wait until texts are available. Return False if the embedder must stop."""
         if not self._waiting and not self._inbox:
             self._backend.rest()
             self.pulse.rest()
@@ -243,7 +254,10 @@ class Embedder:
         return True
 
     def _fill_batch(self) -> None:
-        """Fill a batch with waiting texts, one from each caller in turn. A text above the limit is computed alone."""
+        """Fill a batch with waiting texts, one from each caller in turn.
+
+        A text that exceeds the batch limit is computed alone.
+        """
         batch = self._batch
         num_remaining = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
@@ -262,7 +276,7 @@ class Embedder:
                 self._waiting.append(handle)
 
     def _batch_tokens(self) -> int:
-        """Return the number of tokens in a batch that takes about BATCH_S."""
+        """Return the number of tokens that a batch can contain if it should take about BATCH_S."""
         affordable = 0 if self._token_s is None else int(BATCH_S / self._token_s)
         return min(max(affordable, MIN_BATCH_TOKENS), self._backend.batch_tokens)
 
@@ -303,7 +317,7 @@ class Embedder:
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        """Retry each text alone. A request fails only if its text fails again.
+        """Retry each text of a failed batch alone. A request fails only if its text fails again.
 
         Raises `error` if the backend is broken.
         """
@@ -323,7 +337,7 @@ class Embedder:
         try:
             vectors = handle.finished()
         except Exception as error:  # affects only this caller
-            log.exception("vectors not assembled")
+            log.exception("vector assembly failed")
             reason = f"{type(error).__name__}: {error}; other requests were not affected"
             self._fail(handle, RequestFailed(reason))
             return
@@ -340,7 +354,7 @@ class Embedder:
 
 
 class Pairs(Protocol):
-    """Joins a query and a document into one text."""
+    """Joins a query and a document into one tokenized text."""
 
     def join(self, query: str, document: str) -> list[int]: ...
 
@@ -348,18 +362,21 @@ class Pairs(Protocol):
 
 
 class Reranker:
-    """Scores how relevant documents are to a query. The score is the first output of the classification head."""
+    """Scores the relevance of documents to a query. The score is the first output of the classification head."""
 
     def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
-        """Create a reranker. `embedder` must use the pooling "rank". Its thread computes the scores."""
+        """Create a reranker.
+
+        The embedder's pooling must be "rank". Its thread computes the scores.
+        """
         self._pairs = pairs
         self.embedder = embedder
 
     def submit(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> EmbeddingHandle:
-        """Submit a query and its documents. `scores_of` returns the result.
+        """Submit a query and its documents. Pass the handle to `scores_of` to get the scores.
 
-        `truncate` shortens documents that are too long together with the query, instead of rejecting them.
-        Raises InvalidRequest, PromptTooLong and EngineStopped.
+        If a document and the query together exceed the token limit, `truncate` shortens the document instead of
+        rejecting it. Raises InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not documents:
             raise InvalidRequest("documents: the list is empty; give at least one document")
@@ -383,10 +400,13 @@ class Reranker:
         return cut
 
     def scores(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """Return the score of each document, in order. Raises the errors of `submit`."""
+        """Return each document's score, in order. Raises the errors of `submit`."""
         return scores_of(self.submit(query, documents, truncate=truncate))
 
 
 def scores_of(handle: EmbeddingHandle, timeout_s: float | None = None) -> list[float]:
-    """Return the model's raw score for each document, in order. Higher is better, and there is no fixed range."""
+    """Return the model's raw score for each document, in order.
+
+    Higher scores mean higher relevance. Scores have no fixed range.
+    """
     return [float(outputs[0]) for outputs in handle.result(timeout_s)]

@@ -54,15 +54,15 @@ class Verdict(NamedTuple):
 
 
 class Engine:
-    """Serves many requests at once on one backend. Any thread may call every method."""
+    """Serves many requests concurrently on one backend. Any thread may call its methods."""
 
     def __init__(
         self, backend: Backend, options: EngineOptions, name: str = "engine", draft: Backend | None = None
     ) -> None:
-        """Start the engine thread, which owns the backend from now on. `name` is the name of the model in telemetry.
+        """Start the engine thread, which takes ownership of the backends.
 
-        `draft` is the backend of a draft model with the same vocabulary and the same number of slots. The engine also
-        owns it.
+        `name` is the model's name in telemetry. `draft` is the backend of a draft model, which must have the same
+        vocabulary and number of slots.
 
         Raises InvalidRequest, GrammarFailed, and ModelLoadFailed if the draft model can't decode.
         """
@@ -84,15 +84,17 @@ class Engine:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the model. Any thread may use it."""
+        """The model's vocabulary. Any thread may use it."""
         return self._backend.vocabulary
 
     # Requests
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
-        """Submit a request. `on_event` is called on the engine thread, so it must only pass the event on.
+        """Submit a request and return its handle.
 
-        This method raises InvalidRequest, PromptTooLong, UnknownAdapter and EngineStopped. The handle raises QueueFull.
+        `on_event` is called on the engine thread, so it must return quickly. This method raises InvalidRequest,
+        PromptTooLong, UnknownAdapter and EngineStopped. If the waiting queue is full, the handle's `result` raises
+        QueueFull.
         """
         self._core.scheduler.check(len(request.prompt) + (request.max_tokens - 1 if request.only_checks else 0))
         given = [("prompt", request.prompt), ("prediction", request.prediction)]
@@ -130,28 +132,31 @@ class Engine:
         return handle
 
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """Generate and return the text that follows a prompt. The prompt is text or token ids.
+        """Return the generated text that follows a prompt. The prompt is a string or a list of token ids.
 
-        `params` are the fields of Request and SamplingParams. If `parent_key` is the `finish_key` of a completion, the
-        prompt continues the context of that completion, token by token. Raises UnknownKey if that context is not stored
-        here. Raises TimeoutError after `timeout_s`, which also frees the slot.
+        `params` are the fields of Request and SamplingParams. If `parent_key` is the `finish_key` of an earlier
+        completion, the prompt continues that completion's context, token by token. Raises UnknownKey if that context is
+        not stored here. Raises TimeoutError after `timeout_s`, which also frees the slot.
         """
         return self.complete(prompt, timeout_s=timeout_s, **params).text
 
     def complete(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Return the completion of a prompt: text, tokens, usage and timings. `generate` has the same parameters."""
+        """Return the completion of a prompt: text, tokens, usage and timings.
+
+        The parameters and errors are the same as for `generate`.
+        """
         return _in_time(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
 
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Prefill a prompt into the cache without sampling.
+        """Prefill a prompt into the cache without generating any text.
 
-        Later requests that start with the prompt, or that continue its `finish_key`, don't compute it again. Parameters
-        and errors are the same as for `generate`.
+        Later requests don't recompute the prompt if they start with it or continue from its `finish_key`. The
+        parameters and errors are the same as for `generate`.
         """
         return self.complete(prompt, timeout_s=timeout_s, **{**params, "max_tokens": 0})
 
     async def agenerate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """Generate text as `generate` does, for asyncio. Cancelling the task frees the slot."""
+        """Generate text like `generate`, but asynchronously. Cancelling the task frees the slot."""
         handle = self._submit(prompt, timeout_s, stream=False, **params)
         try:
             return _in_time(await asyncio.wrap_future(handle.future), timeout_s).text
@@ -161,7 +166,7 @@ class Engine:
     def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
         """Yield chunks of text as soon as they are final. Leaving the loop cancels the request.
 
-        Raises TimeoutError if a chunk takes longer than `timeout_s`, and the EngineError of the request.
+        Raises TimeoutError if a chunk takes longer than `timeout_s`, and the request's EngineError if it fails.
         """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         handle = self._submit(prompt, None, stream=True, on_event=events.put, **params)
@@ -180,7 +185,7 @@ class Engine:
             handle.cancel()
 
     async def astream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> AsyncIterator[str]:
-        """Yield chunks of text as `stream` does, for asyncio."""
+        """Yield chunks of text like `stream`, but asynchronously."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -204,9 +209,9 @@ class Engine:
             handle.cancel()
 
     def draft_tokens(self, prefix: Prompt, most: int, *, timeout_s: float = GENERATE_TIMEOUT_S) -> tuple[int, ...]:
-        """Return up to `most` tokens of the greedy continuation of a prefix, so that another model can verify them.
+        """Return up to `most` tokens of a prefix's greedy continuation, for verification by another model.
 
-        The result is shorter if the text ends. Raises TimeoutError and the errors of `submit`.
+        The result is shorter if the text ends earlier. Raises TimeoutError and the errors of `submit`.
         """
         return self.complete(prefix, timeout_s=timeout_s, max_tokens=most, **_GREEDY).tokens
 
@@ -218,10 +223,10 @@ class Engine:
         most: int | None = None,
         timeout_s: float = GENERATE_TIMEOUT_S,
     ) -> Verdict:
-        """Count the leading candidates that match the greedy continuation of the prefix, and find the token after them.
+        """Count the leading candidates that match the prefix's greedy continuation, and return the token after them.
 
         `most` limits the number of candidates. Raises TimeoutError, InvalidRequest and the errors of `submit`. Raises
-        PromptTooLong if the prefix and the candidates leave no room for one more token.
+        PromptTooLong if the prefix and the candidates leave no room for another token.
         """
         check_int("most", len(candidates) if most is None else most, 0)
         drafts = tuple(candidates[:most])
@@ -253,7 +258,7 @@ class Engine:
         for name in params.keys() - known:
             raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, [*known, *_PROMPT_PARAMETERS])}")
         if params.get("n", 1) != 1:
-            raise InvalidRequest(f"n is {params['n']}; generate and stream return one text, so use submit for several")
+            raise InvalidRequest(f"n: {params['n']} is not supported here; use submit to get several completions")
         request = Request(
             id=params.pop("id", None) or uuid4().hex,
             prompt=tokens,
@@ -265,7 +270,10 @@ class Engine:
         return self.submit(request, on_event)
 
     def _tokens_of(self, prompt: Prompt, parent_key: str | None, params: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the token ids of a prompt. No special token is added between a parent's context and the prompt."""
+        """Return the token ids of a prompt.
+
+        If the prompt continues a parent's context, no special tokens are inserted between them.
+        """
         if parent_key is None:
             return tuple(self.vocabulary.tokenize(prompt) if isinstance(prompt, str) else prompt)
         context = self.context_of(parent_key, params.get("cache_scope", ""), params.get("adapters"))
@@ -275,8 +283,8 @@ class Engine:
     def context_of(self, key: str, scope: str = "", adapters: AdapterChoice = None) -> tuple[int, ...]:
         """Return the tokens of the context with this `finish_key`, for a request with this scope and these adapters.
 
-        The call never waits for the engine thread. Raises UnknownAdapter, and UnknownKey if the context is not stored
-        or belongs to another scope or other adapters.
+        This method never waits for the engine thread. Raises UnknownAdapter. Raises UnknownKey if the context is not
+        stored here, or was created with a different scope or different adapters.
         """
         tokens: tuple[int, ...] | None = None
         if isinstance(key, str) and is_key(key):
@@ -293,11 +301,11 @@ class Engine:
 
     @property
     def identity(self) -> bytes:
-        """The digest of everything that cells depend on, except tokens, adapters and scope (ADR 014)."""
+        """A digest of everything that determines the contents of cells, except tokens, adapters and scope (ADR 014)."""
         return self._backend.identity
 
     def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
-        """Return the key of a context for a request with this scope and these adapters. Raises UnknownAdapter."""
+        """Return the key of the context with these tokens, scope and adapters. Raises UnknownAdapter."""
         return key_of(self._seed(scope, adapters), tokens)
 
     def _seed(self, scope: str, adapters: AdapterChoice) -> bytes:
@@ -315,41 +323,47 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether any request is unfinished."""
+        """Return whether any request has not finished yet."""
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until every request has finished. Return False if any is unfinished after `timeout_s`."""
+        """Wait until every request has finished. Return False if a request is still unfinished after `timeout_s`."""
         return self._inbox.wait_until_idle(timeout_s)
 
     @property
     def last_submit(self) -> float:
-        """The time of the last request in Unix seconds, or 0 before the first request."""
+        """The Unix time of the last submission, or 0 if no request has been submitted."""
         return self._inbox.last_submit
 
     def add_listener(self, listener: Listener) -> None:
-        """Call `listener` on the engine thread, once per step, with all events. It must only pass them on."""
+        """Register a listener that the engine thread calls once per step with all new events.
+
+        The listener must return quickly.
+        """
         self._core.output.listeners.append(listener)
 
     def add_step_listener(self, listener: Callable[[StepStats], None]) -> None:
-        """Call `listener` on the engine thread after every step."""
+        """Register a listener that the engine thread calls after every step."""
         self._core.telemetry.on_step.append(listener)
 
     def add_request_listener(self, listener: Callable[[RequestStats], None]) -> None:
-        """Call `listener` on the engine thread when a request has finished."""
+        """Register a listener that the engine thread calls whenever a request has finished."""
         self._core.telemetry.on_request.append(listener)
 
     def count_steps(self, counts: StepCounts) -> None:
-        """Let the engine thread add every step and every gap between tokens to these counts."""
+        """Register counts to which the engine thread adds every step and every gap between tokens."""
         self._core.telemetry.step_counts.append(counts)
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the current state without waiting for the engine thread."""
+        """Return a snapshot of the current state without waiting for the engine thread."""
         return self._core.telemetry.snapshot
 
     @property
     def last_cache_hit(self) -> PrefixHit | None:
-        """The prefix hit of the last request that got a slot, or None before the first. Reading it never waits."""
+        """The prefix hit of the request that most recently got a slot, or None if no request has got one.
+
+        Reading this property never waits.
+        """
         return self._core.telemetry.last_cache_hit
 
     @property
@@ -358,7 +372,7 @@ class Engine:
         return self._core.num_threads
 
     def use_threads(self, count: int) -> None:
-        """Set the number of threads, from the next step on."""
+        """Set the number of threads, starting with the next step."""
         self._core.num_threads = count
 
     # KV states
@@ -366,9 +380,10 @@ class Engine:
     def cached_prefix(
         self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None
     ) -> dict[CacheTier, int]:
-        """Return how many leading tokens of a prompt are on the device, in RAM and on disk, for this scope.
+        """Return the number of leading prompt tokens that are on the device, in RAM and on disk.
 
-        The call never waits for the engine thread, so the result may be slightly out of date. Raises UnknownAdapter.
+        Only states with this scope and these adapters count. This method never waits for the engine thread, so the
+        result may be slightly out of date. Raises UnknownAdapter.
         """
         key, prompt = adapters_key(self._chosen_adapters(adapters)), tuple(tokens)
         found: dict[CacheTier, int] = {**self._core.probe(prompt, (scope, key) if key else scope), "disk": 0}
@@ -378,9 +393,10 @@ class Engine:
         return found
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write reusable states to the cache directory, and return their number. This includes running requests.
+        """Write reusable states to the cache directory, including those of running requests, and return their number.
 
-        States that are not written within `timeout_s` are skipped. Without a cache directory, nothing is written.
+        States that are not written within `timeout_s` are skipped. If the engine has no cache directory, nothing is
+        written.
         """
         if self.store is None:
             return 0
@@ -406,7 +422,10 @@ class Engine:
         return num_saved
 
     def _do(self, action: Callable[[], T], deadline: float) -> T:
-        """Run an action on the engine thread between two steps. Raises EngineStopped and TimeoutError."""
+        """Run an action on the engine thread between two steps, and return its result.
+
+        Raises EngineStopped and TimeoutError.
+        """
         call = EngineCall(action)
         if not self._inbox.put(call):
             raise EngineStopped("the engine is closed; load the model again")
@@ -417,9 +436,10 @@ class Engine:
             raise TimeoutError("the current step is taking longer than the timeout; retry or allow more time") from None
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Fail unfinished requests with EngineStopped and free the backend. Return False if a step takes too long.
+        """Fail unfinished requests with EngineStopped and free the backend.
 
-        States in RAM are lost unless `save_states` was called before.
+        Return False if the current step has not finished after `timeout_s`. Call `save_states` first to keep the states
+        in RAM.
         """
         if self._inbox.close():
             self._backend.abort()
@@ -445,7 +465,7 @@ class Engine:
             while self._wait():
                 self._core.step()
         except BaseException as error:  # the boundary of the thread
-            log.exception("engine thread failed", thread=self.pulse.name, detail="all of its requests fail")
+            log.exception("engine thread failed", thread=self.pulse.name, detail="all requests to this engine fail")
             self.pulse.die(repr(error))
             reason = f"the engine thread failed: {error!r}; restart the worker"
             self._core.telemetry.stopped()
@@ -453,7 +473,7 @@ class Engine:
         self.pulse.close()
 
     def _wait(self) -> bool:
-        """Wait until there is work. Return False if the engine must stop."""
+        """Wait until the engine has work. Return False if the engine must stop."""
         inbox, core = self._inbox, self._core
         if (pause_s := core.pause_s) and not inbox:
             self.pulse.rest()

@@ -1,4 +1,4 @@
-"""The engine without its thread: the code of one step.
+"""The engine without its thread: the code that runs one step.
 
 step:  receive → expire → admit → move → schedule → forward → update → emit
 
@@ -42,14 +42,14 @@ MAX_FAULTS = 3  # consecutive failed steps whose requests succeed alone, before 
 
 
 class Command(NamedTuple):
-    """A command to submit a request, or to end it early."""
+    """A command to submit a request or to end it early."""
 
     kind: Literal["submit"] | CancelReason
     handle: Handle
 
 
 class EngineCore:
-    """Serves many requests at once, step by step. `Engine` runs it on a thread."""
+    """Serves many requests concurrently, step by step. `Engine` runs it on a thread."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class EngineCore:
         store: StateStore | None = None,
         draft: Backend | None = None,
     ) -> None:
-        """`pulse` reports the current activity to the watchdog. `model` names the model in telemetry.
+        """Create a core that reports its current activity to the watchdog through `pulse`.
 
-        `store` is the cache directory, and `draft` is the backend of a draft model. Raises InvalidRequest, and
-        ModelLoadFailed if the draft model can't decode.
+        `model` is the model's name in telemetry, `store` is the cache directory, and `draft` is the backend of a draft
+        model. Raises InvalidRequest, and ModelLoadFailed if the draft model can't decode.
         """
         self.inbox: Inbox[Command | EngineCall[Any]] = Inbox()
         self._backend = backend
@@ -89,14 +89,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Return whether any sequence waits or has a slot."""
+        """Return whether any sequence is waiting or has a slot."""
         return self.scheduler.has_work
 
     def step(self) -> None:
-        """Run all commands and compute the next tokens. Without work, no decode call is made.
+        """Run all pending commands and compute the next tokens. An idle engine makes no decode call.
 
-        A failure that a single request causes ends only this request. Raises BackendBroken, and the error of a step
-        that fails repeatedly although no single request causes it.
+        A failure caused by a single request ends only that request. Raises BackendBroken. If a step fails repeatedly
+        and no single request is the cause, its error is raised.
         """
         self._receive()
         self._pulse.beat("step")
@@ -120,7 +120,7 @@ class EngineCore:
             self._isolate(error)
 
     def _receive(self) -> None:
-        """Run the commands of other threads, and apply the number of threads that they have set."""
+        """Run the commands from other threads, and apply changes to the number of threads."""
         if self.num_threads != self._backend.threads:
             for backend in self._backends:
                 backend.set_threads(self.num_threads)
@@ -141,17 +141,17 @@ class EngineCore:
         return self.requests.end(command.handle, command.kind)
 
     def _expire(self, now: float) -> None:
-        """End requests whose deadline has passed."""
+        """End requests whose deadlines have passed."""
         for sequence in islice(self.scheduler.queue.expired(now), MAX_COMMANDS_PER_STEP):
             self.requests.time_out(sequence)
 
     def _admit(self, now: float) -> None:
-        """Give slots and samplers to waiting sequences."""
+        """Assign slots and samplers to waiting sequences."""
         for sequence in self.scheduler.admit(now, self.requests.fail):
             self.requests.start(sequence)
 
     def _move(self) -> None:
-        """Move sequences to neighbouring slots if that makes decoding faster."""
+        """Move sequences to neighbouring slots if this makes decoding faster."""
         layout = self.scheduler.layout
         if moves := layout.plan_moves():
             self._pulse.beat("move", [move.sequence.request.id for move in moves])
@@ -159,7 +159,7 @@ class EngineCore:
             self._pulse.beat("step")
 
     def _update(self, computed: Computed) -> None:
-        """Commit the computed chunks, and sample the tokens that follow them, including accepted drafts."""
+        """Commit the computed chunks and sample the tokens after them, including accepted draft tokens."""
         for work in computed.works:
             self.scheduler.commit(work)
             if work.chunk.decode and len(work.chunk.tokens) > 1:
@@ -170,7 +170,7 @@ class EngineCore:
                 self.requests.sample(sequence, chunk, computed.at)
 
     def _account(self, computed: list[Computed], active_slots: int, started: float, cpu_started: float) -> None:
-        """Report the duration of the step to the strategy and to telemetry."""
+        """Report the step's duration to the strategy and to telemetry."""
         chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
@@ -199,10 +199,11 @@ class EngineCore:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
-        """Find the requests that make a step fail. Each request gets a step of its own, and fails if this step fails.
+        """Find the requests that cause a step to fail, by running a separate step for each request.
 
-        If the step fails for each of several requests, none of them is the cause, and the error is raised. The error is
-        also raised after MAX_FAULTS consecutive failed steps.
+        A request fails if its separate step fails. If the separate steps of several requests all fail, none of these
+        requests is the cause, and the error is raised. The error is also raised after more than MAX_FAULTS consecutive
+        failed steps.
         """
         self._num_faults += 1
         if self._num_faults > MAX_FAULTS:
@@ -219,7 +220,7 @@ class EngineCore:
         self.output.flush()  # requests may have ended here, and another step may never come
 
     def _step_alone(self, sequence: Sequence) -> Exception | None:
-        """Run a step for one sequence, and return the error if it fails. Raises BackendBroken."""
+        """Run a step for a single sequence, and return the error if the step fails. Raises BackendBroken."""
         self._pulse.beat("alone", [sequence.request.id])
         self.forward.begin_step()
         try:
@@ -233,7 +234,7 @@ class EngineCore:
         return None
 
     def rest(self) -> None:
-        """Stop waiting compute threads while there is no work, and receive the states that were read from disk."""
+        """Stop the idle compute threads while there is no work, and receive states that were read from disk."""
         for backend in self._backends:
             backend.rest()
         if self.disk is not None:
@@ -242,18 +243,18 @@ class EngineCore:
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait for files while there is no other work. 0 if there is other work or no file is expected."""
+        """The time in seconds to wait for files, or 0 if the engine has other work or isn't expecting a file."""
         if self.disk is None or self.scheduler.num_busy or not self.scheduler.num_waiting:
             return 0.0
         return max(0.0, min(PAUSE_S, self.disk.wait_s(time.monotonic())))
 
     def slots_to_save(self) -> list[int]:
-        """Return the busy slots, and the idle slots whose reusable states are not in RAM."""
+        """Return the busy slots, and the idle slots whose reusable states have not been saved to RAM."""
         running = [slot for slot, holder in enumerate(self.scheduler.slots) if holder and holder.request.cache_prompt]
         return self.scheduler.cache.unsaved() + running
 
     def save_slot(self, slot: int) -> None:
-        """Copy the state of a slot to RAM, unless that is unnecessary. The RAM tier offers it to the disk tier."""
+        """Copy a slot's state to RAM if necessary. The RAM tier then offers it to the disk tier."""
         cache, sequence = self.scheduler.cache, self.scheduler.slots[slot]
         if sequence is None:
             cache.save_unsaved(slot)
@@ -261,7 +262,10 @@ class EngineCore:
             cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
 
     def saved_states(self) -> list[SavedState]:
-        """Return all states in RAM, sorted by the probability of reuse and then by their last use, both ascending."""
+        """Return all states in RAM, sorted by probability of reuse.
+
+        The least likely states are first. Among equally likely states, the least recently used ones are first.
+        """
         return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.reuse_probability)
 
     def offer(self, state: SavedState) -> None:
@@ -270,13 +274,13 @@ class EngineCore:
             self.disk.offer(state)
 
     def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
-        """Return how many leading tokens are on the device and in RAM. Any thread may call this."""
+        """Return the number of leading tokens that are on the device and in RAM. Any thread may call this."""
         slots = list(self.scheduler.slots)
         running = [None if s is None else (s.tokens[: s.num_computed], s.scope) for s in slots]
         return self.scheduler.cache.probe(running, tokens, scope)
 
     def forget_idle(self) -> None:
-        """Empty the idle slots, and drop the states in RAM."""
+        """Empty the idle slots and discard the states in RAM."""
         self.drafting.forget_idle()
         for slot, holder in enumerate(self.scheduler.slots):
             if holder is None:
@@ -285,12 +289,12 @@ class EngineCore:
             self.scheduler.cache.ram.forget(state)
 
     def save_one_idle(self) -> bool:
-        """Copy the cells of one idle slot to RAM between two steps. Return False if no slot has reusable cells."""
+        """Copy one idle slot's cells to RAM between two steps. Return False if no idle slot needs saving."""
         self._pulse.beat("save")
         return self.scheduler.cache.save_one_idle()
 
     def close(self, error: EngineError) -> None:
-        """End all requests with this error, close the inbox and free the backend."""
+        """End all requests with this error, close the inbox and free the backends."""
         self.inbox.close()
         for command in self.inbox.take():
             self._serve(command)

@@ -1,4 +1,4 @@
-"""The decode calls of a step. A failed call is retried to find the request that causes the failure."""
+"""The decode calls of a step. If a call fails, its requests are retried individually to find the cause."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BROKEN = 3  # consecutive requests that fail alone before the backend counts as 
 
 
 class Deferred(DecodeError):
-    """A decode call was not started because an interactive request arrived. A later step repeats the call."""
+    """Raised if a decode call is postponed because an interactive request has arrived. A later step makes the call."""
 
 
 class BackendBroken(Exception):
-    """The backend can't compute requests any more, so no single request is the cause."""
+    """Raised if the backend can no longer compute any requests, so no single request is the cause."""
 
 
 class Computed(NamedTuple):
@@ -44,7 +44,7 @@ class Computed(NamedTuple):
 class Forward:
     """Computes the work of a step.
 
-    Only the engine thread may use it, except for `interrupt_bulk` and reads of `abortable_handle`.
+    Only the engine thread may use this class, except for `interrupt_bulk` and reads of `abortable_handle`.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Forward:
         self._has_arrival = False  # an interactive request has arrived since the step started
 
     def begin_step(self) -> None:
-        """Reset the flag for arrived interactive requests. Must be called before the inbox is read."""
+        """Clear the flag for arrived interactive requests. This method must be called before the inbox is read."""
         self._has_arrival = False
 
     def interrupt_bulk(self) -> None:
-        """Stop the bulk work of this step, because an interactive request has arrived. Any thread may call this."""
+        """Stop this step's bulk work because an interactive request has arrived. Any thread may call this."""
         self._has_arrival = True
         if self._is_interruptible:
             self._backend.abort()
@@ -74,8 +74,8 @@ class Forward:
     def run(self, works: list[SlotWork]) -> Iterator[Computed]:
         """Decode and yield one micro-batch at a time. The caller must sample its tokens before requesting the next one.
 
-        If a micro-batch fails, each of its requests is retried alone, and ends if it fails again. Raises BackendBroken
-        if another process can take over.
+        If a micro-batch fails, each of its requests is retried alone. A request ends if it also fails alone. Raises
+        BackendBroken if the backend is broken and another process can take over.
         """
         self._drafting.begin_step()
         checks, works = self._drafting.take_checks(works)
@@ -89,7 +89,10 @@ class Forward:
             yield from self._compute(micro_batch)
 
     def _may_draft(self) -> bool:
-        """Return whether every slot decodes and all have the same class, so drafts delay no prompt or stream."""
+        """Return whether drafts would delay no prompt or stream.
+
+        This is the case if all slots are decoding and belong to the same class.
+        """
         if not self._drafting.is_active:
             return False
         kinds = {(sequence.state, sequence.request.is_interactive) for sequence in self._scheduler.slots.running}
@@ -129,7 +132,7 @@ class Forward:
     def _decode(
         self, works: list[SlotWork], chunks: list[Chunk], num_tokens: int, *, may_interrupt: bool
     ) -> Exception | None:
-        """Decode the chunks of this work, and the padding, in one call. Return the error if the call fails."""
+        """Decode the chunks and the padding in one call. Return the error if the call fails."""
         self.abortable_handle = self._main_request(works, num_tokens)
         self._is_interruptible = may_interrupt
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
@@ -148,14 +151,14 @@ class Forward:
         return None
 
     def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
-        """Return the request that has most of the batch's tokens, if any. Cancelling it aborts the call."""
+        """Return the request that accounts for most of the batch's tokens, or None. Cancelling it aborts the call."""
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # each request has one token
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
     def _may_interrupt(self, num_tokens: int) -> bool:
-        """Return whether an interactive request may abort a decode call of this many bulk tokens."""
+        """Return whether an interactive request may abort a decode call with this number of bulk tokens."""
         is_long = self._scheduler.strategy.may_yield(num_tokens)
         return self._backend.partial_reuse and (is_long or self._interruptions.are_affordable)
 
@@ -194,11 +197,12 @@ class Forward:
 def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWork]]:
     """Split the work of a step into decode calls, in order. Each chunk is in exactly one call.
 
-    If each slot has a stream of its own (not `unified`), single tokens and longer chunks go into separate calls. In one
-    call, llama.cpp would compute the first token of every slot in one pass and the rest of the chunks in another, and
-    the rest would no longer fill its tiles of 64 (docs/adr/002-prefill-chunks.md). Longer chunks always come first,
-    because a changing order would put two of them between two tokens of a stream. The last chunks of interactive
-    prompts are decoded one by one in order of admission, so that the first request doesn't wait for the second.
+    If each slot has its own stream of cells (not `unified`), single tokens and longer chunks are decoded in separate
+    calls. In a combined call, llama.cpp would compute the first token of every slot in one pass and the remaining
+    tokens in another. The remaining chunks would then no longer fill llama.cpp's tiles of 64 rows
+    (docs/adr/002-prefill-chunks.md). Calls with longer chunks always come first. If the order changed, two of these
+    calls could come between two tokens of a stream. The last chunks of interactive prompts are decoded individually, in
+    order of admission, so the first request doesn't wait for the second.
     """
     if unified:
         return [list(works)] if works else []
@@ -219,5 +223,5 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
 
 
 def _is_awaited(work: SlotWork) -> bool:
-    """Return whether an interactive request gets its first token after this chunk."""
+    """Return whether this chunk ends an interactive prompt, so the request's first token follows it."""
     return work.sequence.request.is_interactive and work.chunk.samples

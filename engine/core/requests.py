@@ -1,6 +1,6 @@
-"""The requests of one engine, from submission to the terminal event: handles, output, and sequences.
+"""The requests of one engine, from submission to the terminal event.
 
-The failure of one request does not affect other requests.
+This module contains handles, output, and the sequences of each request. A failed request doesn't affect other requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Handle:
         adapters: AdapterSet = (),
         plan: Any = None,
     ) -> None:
-        """Create a handle. `adapters` stay in use until the request has finished. Samplers are created from `plan`."""
+        """Create a handle.
+
+        `adapters` stay in use until the request has finished. Samplers are created from `plan`.
+        """
         self.request = request
         self.received_at = time.monotonic()
         self.adapters = adapters
@@ -59,29 +62,31 @@ class Handle:
         self._on_event = on_event
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Return the completion. Raises the EngineError of the request, or TimeoutError if it is not finished yet."""
+        """Return the completion. Raises the request's EngineError, or TimeoutError if it has not finished yet."""
         return self.future.result(timeout_s)
 
     def cancel(self, reason: CancelReason = "cancelled") -> None:
-        """Ask the engine to end the request at the next step. Calling it again has no effect."""
+        """Ask the engine to end the request at the next step. Calling this method again has no effect."""
         self._cancel(self, reason)
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call `callback` on the engine thread when the request has finished, or now if it already has."""
+        """Call `callback` on the engine thread when the request finishes, or immediately if it has already finished."""
         self.future.add_done_callback(lambda _: callback(self))
 
     @property
     def done(self) -> bool:
-        """Return whether the request has finished, failed or was cancelled."""
+        """Return whether the request has finished, failed or been cancelled."""
         return self.future.done()
 
     def deliver(self, event: Event) -> None:
-        """Pass on one event. Only the engine thread may call this."""
+        """Deliver an event to the caller. Only the engine thread may call this."""
         if self._on_event is not None:
             try:
                 self._on_event(event)
             except Exception:  # the callback's code, on the engine thread
-                log.exception("event callback failed", request=self.request.id, detail="it is not called again")
+                log.exception(
+                    "event callback failed", request=self.request.id, detail="the callback is not called again"
+                )
                 self._on_event = None
         if isinstance(event, Finished):
             if event.error is not None:
@@ -91,7 +96,7 @@ class Handle:
 
 
 class EngineCall(Generic[T]):
-    """A function that the engine thread calls between two steps, while another thread waits for the result."""
+    """A function for the engine thread to call between two steps, while another thread waits for the result."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self._action = action
@@ -114,7 +119,7 @@ Listener = Callable[[tuple[Event, ...]], None]
 
 
 class EventOutput:
-    """Turns the tokens of sequences into events, and passes them on once per step.
+    """Turns the tokens of sequences into events, and delivers them to the listeners once per step.
 
     Only the engine thread may use it.
     """
@@ -125,7 +130,7 @@ class EventOutput:
         self._events: list[Event] = []
 
     def append(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
-        """Emit the text that one more token makes final. Return the stop string that ends the sequence, if any."""
+        """Emit the text that becomes final with this token. Return the stop string that ends the sequence, or None."""
         released = self._text_after(sequence, token, sequence.num_output)
         if isinstance(released, StopMatch):
             self._release(handle, sequence, released.released)
@@ -134,7 +139,10 @@ class EventOutput:
         return None
 
     def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
-        """Process tokens that were reported earlier, without emitting events. Return the stop string, if any."""
+        """Process tokens that were reported earlier, without emitting events.
+
+        Return the stop string that ends the sequence, or None.
+        """
         for count, token in enumerate(tokens, 1):
             released = self._text_after(sequence, token, count)
             text = released.released if isinstance(released, StopMatch) else released
@@ -144,7 +152,7 @@ class EventOutput:
         return None
 
     def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool, cut: bool) -> None:
-        """Emit the held-back text of a sequence that ends, unless a stop string removed it (`stopped`).
+        """Emit a finished sequence's held-back text, unless it ended at a stop string (`stopped`).
 
         `cut` is true if the model would have continued.
         """
@@ -155,7 +163,7 @@ class EventOutput:
             self._release_parts(handle, sequence, parts)
 
     def emit(self, handle: Handle, event: Event) -> None:
-        """Pass an event to its request now, and to the listeners with the next `flush`."""
+        """Pass an event to its request immediately, and to the listeners with the next `flush`."""
         if self.listeners:
             self._events.append(event)
         handle.deliver(event)
@@ -169,10 +177,13 @@ class EventOutput:
             try:
                 listener(events)
             except Exception:  # the callback's code, on the engine thread
-                log.exception("event listener failed", detail="it is called again with the next events")
+                log.exception("event listener failed", detail="the listener is called again with the next events")
 
     def _text_after(self, sequence: Sequence, token: int, count: int) -> str | StopMatch:
-        """Return the text that a token makes final. `count` is the number of output tokens including this one."""
+        """Return the text that becomes final with this token.
+
+        `count` is the number of output tokens, including this token.
+        """
         visible = None
         if sequence.reply is not None:
             sequence.reply.note_token()
@@ -191,7 +202,10 @@ class EventOutput:
             self._emit_text(handle, sequence, text, "text")
 
     def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[ReplyPart]) -> None:
-        """Emit the final parts of a chat reply, and occasionally an empty text while text is held back."""
+        """Emit the final parts of a chat reply.
+
+        While text is held back for a long time, empty text events are emitted to report the new tokens.
+        """
         sequence.add_parts(parts)
         for part in parts:
             if part.kind == "reasoning_end":
@@ -227,9 +241,9 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """The sequences of one request, each of which generates one of `n` completions.
+    """A request's sequences, each of which generates one of its `n` completions.
 
-    The request ends with the last sequence. Only the engine thread may use it.
+    The request ends when its last sequence ends. Only the engine thread may use it.
     """
 
     handle: Handle
@@ -238,7 +252,7 @@ class RequestGroup:
     finished: list[Completion] = field(default_factory=list)  # in the order in which they finished
 
     def completion(self) -> Completion:
-        """Return the first completion, with the others as its alternatives. Its usage covers all completions."""
+        """Return the first completion, with the other completions as its alternatives. Its usage covers all of them."""
         first, *others = sorted(self.finished, key=lambda completion: completion.index)
         if not others:
             return first
@@ -255,7 +269,7 @@ class RequestGroup:
 class EngineRequests:
     """Owns the sequences of all requests. Only the engine thread may use it.
 
-    No method raises an error that a single request causes. Such an error ends only that request.
+    Errors caused by a single request are never raised by these methods. They end only that request.
     """
 
     def __init__(
@@ -285,21 +299,21 @@ class EngineRequests:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> None:
-        """Run an action for a request. If the action fails, the request ends."""
+        """Run an action for a request. If the action fails, only this request ends."""
         try:
             action(*args, **kwargs)
         except Exception as error:  # the boundary between one request and all others
             self._fail(group, error)
 
     def handle_of(self, sequence: Sequence) -> Handle | None:
-        """Return the handle of the request that a sequence belongs to, or None if the request has ended."""
+        """Return the handle of a sequence's request, or None if the request has ended."""
         group = self._group_of.get(sequence)
         return None if group is None else group.handle
 
     # Starting
 
     def enqueue(self, handle: Handle) -> None:
-        """Put a request into the waiting queue, or fail it."""
+        """Add a request to the waiting queue, or fail the request."""
         group = self._groups[handle] = RequestGroup(handle)
         self._guarded(group, self._enqueue, group)
 
@@ -328,7 +342,7 @@ class EngineRequests:
         self._resume(group)
 
     def _resume(self, group: RequestGroup) -> None:
-        """Give the sequences of a resumed request their earlier output. This may finish some of them."""
+        """Add the earlier output to the sequences of a resumed request. Some of the sequences may then be finished."""
         if group.handle.request.prefill_only:
             return  # it ends when its prompt has been computed
         for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
@@ -345,7 +359,10 @@ class EngineRequests:
                 self._end(group, sequence, "length")
 
     def start(self, sequence: Sequence) -> None:
-        """Create the sampler of a sequence that has got a slot and emit Started, or fail the request."""
+        """Create a sampler for a sequence that has received a slot, and emit Started.
+
+        If this fails, the request fails.
+        """
         group = self._group_of.get(sequence)
         if group is not None and sequence.sampler is None:  # a preempted sequence already has a sampler
             self._pulse.beat("start", (sequence.request.id,))
@@ -377,9 +394,9 @@ class EngineRequests:
     # Tokens
 
     def sample(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
-        """Sample the next token of a sequence and process it. The token may make text final or end the sequence.
+        """Sample a sequence's next token and process it. The token may make text final or end the sequence.
 
-        As long as the token equals the next draft token of the chunk, the token after it is also sampled.
+        As long as the sampled token matches the chunk's next draft token, the token after it is also sampled.
         """
         self._pulse.suspect = sequence.request.id  # cheaper than a beat, which would add a third to the time per token
         if (group := self._group_of.get(sequence)) is None:
@@ -427,7 +444,7 @@ class EngineRequests:
     # Finishing
 
     def end(self, handle: Handle, reason: FinishReason) -> None:
-        """End a request early, with its output so far, unless it has already ended."""
+        """End a request early, with its output so far. If the request has already ended, do nothing."""
         if (group := self._groups.get(handle)) is not None:
             self._guarded(group, self._end_all, group, reason)
 
@@ -443,7 +460,7 @@ class EngineRequests:
     def _end(
         self, group: RequestGroup, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None
     ) -> None:
-        """End one sequence. The request ends together with the last of its sequences."""
+        """End one sequence. The request ends together with its last sequence."""
         self._output.finish(group.handle, sequence, stopped=stop_sequence is not None, cut=reason != "stop")
         completion = sequence.completion(reason, stop_sequence, timings_of(sequence, time.monotonic()))
         group.finished.append(completion)
@@ -454,12 +471,12 @@ class EngineRequests:
             self._close(group, Finished(sequence.request.id, completion=group.completion()))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """End the request of a sequence with an error, unless it has already ended."""
+        """End a sequence's request with an error. If the request has already ended, do nothing."""
         if (group := self._group_of.get(sequence)) is not None:
             self._fail(group, error)
 
     def _fail(self, group: RequestGroup, error: Exception) -> None:
-        """End a request with an error. An unexpected error is logged, and reported as RequestFailed."""
+        """End a request with an error. An unexpected error is logged and reported as RequestFailed."""
         if group.handle not in self._groups:
             return  # it has already ended
         request_id = group.handle.request.id
@@ -470,7 +487,7 @@ class EngineRequests:
             try:
                 self._free(group, sequence, keep=False)
             except Exception:  # the request still has to end
-                log.exception("slot not emptied", request=request_id)
+                log.exception("slot release failed", request=request_id)
         self._close(group, Finished(request_id, error=error))
 
     def fail_all(self, error: EngineError) -> None:
@@ -479,12 +496,12 @@ class EngineRequests:
             self._fail(group, error)
 
     def _free(self, group: RequestGroup, sequence: Sequence, *, keep: bool = True) -> None:
-        """Free the slot of a sequence, before its caller is notified."""
+        """Free a sequence's slot before its caller is notified."""
         group.running.remove(sequence)
         try:
             self._drafting.end(sequence)
         except Exception:  # the content of the slot is unknown
-            log.exception("draft tokens not removed", request=sequence.request.id)
+            log.exception("draft token removal failed", request=sequence.request.id)
             keep = False
         self._scheduler.release(sequence, keep=keep)
 

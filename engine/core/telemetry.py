@@ -1,6 +1,6 @@
-"""Telemetry of an engine: timings of requests, counters, rates, snapshots and listeners.
+"""An engine's telemetry: request timings, counters, rates, snapshots and listeners.
 
-The engine thread writes the counters. A snapshot reads single numbers and copies of lists from any thread without a
+The engine thread writes the counters. From any thread, a snapshot reads single numbers and copies of lists without a
 lock, so it is up to date even during a long step.
 """
 
@@ -31,7 +31,7 @@ MEAN_WEIGHT = 0.05  # weight of a new value in a running mean: about the last tw
 
 
 def timings_of(sequence: Sequence, now: float) -> RequestTimings:
-    """Return the timings of a request until `now`: its waiting time, the time to its first token, and its rates."""
+    """Return a request's timings until `now`: its waiting time, its time to first token, and its rates."""
     admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
     waiting_since = sequence.prefix_wait_since
     prefix_wait_s = sequence.prefix_wait_s + (0.0 if waiting_since is None else now - waiting_since)
@@ -57,12 +57,12 @@ def _rate(count: int, seconds: float | None) -> float | None:
 class StepCounts:
     """Histograms of the gaps between two tokens of a sequence, and of batch sizes.
 
-    Only the engine thread writes them. Any thread may copy the lists. At worst, a copy lacks part of the last gap or
-    step.
+    Only the engine thread writes them. Any thread may copy the lists. At worst, a copy is missing part of the last gap
+    or step.
     """
 
     def __init__(self, gap_bounds_s: Iterable[float], batch_bounds: Iterable[float]) -> None:
-        """Create buckets with ascending upper bounds, and one more for larger values."""
+        """Create buckets with these ascending upper bounds, and a bucket for all larger values."""
         self._gap_bounds_s, self._batch_bounds = tuple(gap_bounds_s), tuple(batch_bounds)
         self.gaps = [0] * (len(self._gap_bounds_s) + 1)
         self.gaps_s = 0.0  # sum of all gaps, in seconds
@@ -70,18 +70,18 @@ class StepCounts:
         self.tokens = 0  # tokens in all batches
 
     def gap(self, seconds: float) -> None:
-        """Count a gap: the time between a token of a sequence and the previous one."""
+        """Count the gap between a sequence's latest token and the previous one."""
         self.gaps[bisect_left(self._gap_bounds_s, seconds)] += 1
         self.gaps_s += seconds
 
     def step(self, num_tokens: int) -> None:
-        """Count a step with this number of tokens in its batch."""
+        """Count a step whose batch has this number of tokens."""
         self.batches[bisect_left(self._batch_bounds, num_tokens)] += 1
         self.tokens += num_tokens
 
 
 class Rates:
-    """Rates at which counters grow, measured over the last second of work."""
+    """The rates at which counters grow, measured over the last second of work."""
 
     def __init__(self, *counts: int) -> None:
         self.per_s = tuple(0.0 for _ in counts)
@@ -91,8 +91,8 @@ class Rates:
     def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
         """Record the counters after a step that took `took_s` seconds.
 
-        An idle engine has no rate. The next window starts with the next step if the duration of that step is known, and
-        otherwise after it.
+        While the engine is idle, all rates are 0. After an idle time, the measurement starts at the beginning of the
+        next step if its duration is known, and at its end otherwise.
         """
         now = time.monotonic()
         if self._started_at is None:
@@ -140,7 +140,7 @@ class Telemetry:
         self._is_stopped = True
 
     def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
-        """Count a step, with its chunks, its busy slots and its durations."""
+        """Count a step with its chunks, busy slots and durations."""
         decode = sum([len(chunk.tokens) for chunk in chunks if chunk.decode])
         total = sum([len(chunk.tokens) for chunk in chunks])
         self._prefilled_tokens += total - decode
@@ -167,7 +167,7 @@ class Telemetry:
         self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
-        """Count a request that has ended. Without a completion, it counts as failed."""
+        """Count a finished request. Without a completion, the request counts as failed."""
         self._finished += completion is not None
         self._failed += completion is None
         if completion is not None:
@@ -179,14 +179,17 @@ class Telemetry:
             _call(self.on_request, _request_stats(self._model, request, completion, now))
 
     def token(self, gap_s: float | None = None) -> None:
-        """Count a token and the gap before it, which is None for the first token and for accepted draft tokens."""
+        """Count a token and the gap before it.
+
+        The gap is None for the first token and for accepted draft tokens.
+        """
         self._generated_tokens += 1
         if gap_s is not None:
             for counter in self.step_counts:
                 counter.gap(gap_s)
 
     def _load(self) -> _EngineLoad:
-        """Return the running and the waiting requests, including requests in the inbox. Any thread may call this."""
+        """Return the running and waiting requests, including those in the inbox. Any thread may call this."""
         num_ended = self._finished + self._failed  # read first, so that requests ending now don't count as waiting
         sequences = [sequence for sequence in list(self._scheduler.slots) if sequence is not None]
         num_running = len({id(sequence.request) for sequence in sequences})
@@ -195,7 +198,7 @@ class Telemetry:
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        """The current state. Any thread may read it."""
+        """A snapshot of the current state. Any thread may read it."""
         scheduler, cache, hits = self._scheduler, self._scheduler.cache, self._scheduler.cache.counters
         store = None if self._disk is None else self._disk.store
         disk = StoreCounters() if store is None else store.counters
@@ -254,7 +257,7 @@ def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
         try:
             callback(stats)
         except Exception:  # the listener's code, on the engine thread
-            log.exception("telemetry listener failed", detail="it is not called again")
+            log.exception("telemetry listener failed", detail="the listener is not called again")
             callbacks.remove(callback)
 
 

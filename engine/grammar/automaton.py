@@ -1,8 +1,8 @@
-"""An automaton that matches the bytes of a grammar. Its states are built on demand, and all work is limited.
+"""Match the bytes of a text against a grammar with an automaton. States are built on demand, and all work is limited.
 
-A *stack* is a node of the program together with the frames of the rules and loops around it. A *state* is the set of
-stacks after a text. States are numbered, and a table caches the state that follows each byte, so numpy can look up
-whole vocabularies. docs/adr/006-grammars.md explains why llama.cpp's grammars are not used.
+A *stack* is a node of the program together with the frames of the enclosing rules and loops. A *state* is the set of
+possible stacks after a text. States are numbered, and a table caches the state that follows each byte, so numpy can
+look up whole vocabularies. docs/adr/006-grammars.md explains why llama.cpp's grammars are not used.
 """
 
 from __future__ import annotations
@@ -39,22 +39,26 @@ Stack = tuple[int, Frame | None]
 
 
 class WorkBudget:
-    """The remaining work of a request, in parse steps. Each step examines one stack. All sequences share the budget."""
+    """A request's remaining work in parse steps, each of which examines one stack.
+
+    All of its sequences share the budget.
+    """
 
     def __init__(self, remaining: int = limits.GRAMMAR_WORK) -> None:
         self.remaining = remaining
 
     def spend(self, num_stacks: int) -> None:
-        """Deduct work. Raises GrammarFailed if none remains."""
+        """Deduct one parse step per stack. Raises GrammarFailed if no work remains."""
         self.remaining -= num_stacks
         if self.remaining < 0:
             raise GrammarFailed(
-                f"the grammar is too ambiguous: more than {limits.GRAMMAR_WORK} parse steps were needed, and "
-                f"{limits.GRAMMAR_WORK_PER_TOKEN} more per token; write it so that each text can be parsed in few ways"
+                f"the grammar is too ambiguous: more than {limits.GRAMMAR_WORK} parse steps plus "
+                f"{limits.GRAMMAR_WORK_PER_TOKEN} per token were needed; rewrite it so that each text can be parsed in "
+                "fewer ways"
             )
 
     def earn(self) -> None:
-        """Add the work that one more accepted token allows."""
+        """Increase the budget after a token was accepted."""
         self.remaining = min(self.remaining + limits.GRAMMAR_WORK_PER_TOKEN, limits.GRAMMAR_WORK)
 
 
@@ -68,7 +72,7 @@ class Automaton:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all states. `number_of` assigns a new number to a state that a sequence still uses."""
+        """Drop all states. `number_of` assigns new numbers to states that sequences still use."""
         self._frames: dict[tuple[int, int, Frame | None], Frame] = {}
         self.states: list[frozenset[Stack]] = []
         self.accepting: list[bool] = []
@@ -83,7 +87,7 @@ class Automaton:
 
     @property
     def is_full(self) -> bool:
-        """Whether the states should be dropped because they need too much memory."""
+        """True if the states use too much memory and should be dropped."""
         return len(self.states) > _MAX_STATES or self._state_bytes > _MAX_BYTES
 
     @property
@@ -93,7 +97,7 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        """The approximate size of the program and its states. Any thread may read it."""
+        """The approximate size of the program and its states in bytes. Any thread may read it."""
         return _NODE_BYTES * len(self._nodes) + self._state_bytes
 
     def start(self, work: WorkBudget) -> int:
@@ -101,7 +105,7 @@ class Automaton:
         return self._state([(self._start, None)], work)
 
     def number_of(self, state: frozenset[Stack]) -> int:
-        """Return the number of a state, which is added if it is new."""
+        """Return the number of a state. A new state is added first."""
         number = self._numbers.get(state)
         if number is None:
             number = self._numbers[state] = len(self.states)
@@ -122,7 +126,7 @@ class Automaton:
         return following
 
     def _stacks_after(self, state: int, byte_class: int, work: WorkBudget) -> list[Stack]:
-        """Return the stacks after a byte class, before they are expanded."""
+        """Return the unexpanded stacks after a byte of this class."""
         stacks = self.states[state]
         if len(stacks) <= _MAX_UNSORTED:
             work.spend(len(stacks))
@@ -147,7 +151,7 @@ class Automaton:
         return state
 
     def step_all(self, states: NDArray[np.int32], classes: NDArray[np.uint8], work: WorkBudget) -> NDArray[np.int32]:
-        """Return the states that follow these states and bytes, as `step` does for a single state."""
+        """Return the state after each pair of a state and a byte class, like `step` for a single pair."""
         following: NDArray[np.int32] = self._table[states, classes]
         unknown = following == _UNKNOWN
         if unknown.any():
@@ -157,7 +161,7 @@ class Automaton:
         return following
 
     def _step_of(self, node: int) -> dict[int, int]:
-        """Return the node after each byte class."""
+        """Return the nodes that follow a node, keyed by byte class."""
         steps = self._steps.get(node)
         if steps is None:
             edges, steps = self._nodes[node], {}
@@ -170,7 +174,7 @@ class Automaton:
         return steps
 
     def _state(self, stacks: list[Stack], work: WorkBudget) -> int:
-        """Return the state of these stacks, expanded until each needs a byte or the text may end."""
+        """Return the state of these stacks, each expanded until it needs a byte or the text may end."""
         key = frozenset(stacks)
         number = self._after.get(key)
         if number is None:
@@ -210,14 +214,14 @@ class Automaton:
             if len(stacks) > limits.MAX_GRAMMAR_STACKS:
                 raise GrammarFailed(
                     f"the grammar is too ambiguous: more than {limits.MAX_GRAMMAR_STACKS} parse stacks at a position; "
-                    "write it so that each text can be parsed in few ways"
+                    "rewrite it so that each text can be parsed in fewer ways"
                 )
         return frozenset(stacks)
 
     def _iterations(self, number: int, loop: Loop, done: int, outer: Frame | None) -> list[Stack]:
-        """Return the stacks after `done` iterations of a loop: after the loop, or in another iteration.
+        """Return the stacks after `done` iterations of a loop, which either ends or starts another iteration.
 
-        Counts that no longer make a difference are capped, so that their stacks are equal.
+        Iteration counts are capped once they no longer make a difference, so that equivalent stacks are equal.
         """
         stacks: list[Stack] = [(loop.after, outer)] if done >= loop.min_count else []
         if loop.max_count is None:
@@ -235,7 +239,10 @@ class Automaton:
 
 
 def _byte_classes(program: Program) -> tuple[list[int], int]:
-    """Return the class of each byte, and the number of classes. No edge distinguishes the bytes of a class."""
+    """Return the class of each byte and the number of classes.
+
+    No edge distinguishes between bytes of the same class.
+    """
     is_border = np.zeros(257, np.bool_)
     for node in program.nodes:
         if isinstance(node, Edges):

@@ -59,14 +59,17 @@ GbnfPart = GbnfSequence | GbnfChoice | GbnfChars | GbnfRepeat | GbnfReference
 
 
 def parse(text: str) -> dict[str, GbnfPart]:
-    """Return the rules of a grammar by name. A later rule replaces an earlier one. Raises InvalidRequest."""
+    """Return the rules of a grammar, keyed by name.
+
+    A later rule replaces an earlier rule with the same name. Raises InvalidRequest if the grammar is malformed.
+    """
     if len(text) > limits.MAX_GRAMMAR_CHARS:
-        raise grammar_error(f"it has {len(text)} characters (limit {limits.MAX_GRAMMAR_CHARS})")
+        raise grammar_error(f"{len(text)} characters exceed the limit of {limits.MAX_GRAMMAR_CHARS}")
     return _Parser(text).rules()
 
 
 def grammar_error(reason: str) -> InvalidRequest:
-    """Return the error for a grammar that can't be used."""
+    """Return an InvalidRequest error for a grammar that can't be used."""
     return InvalidRequest(f"the grammar can't be used: {reason}; see llama.cpp's grammars/README.md")
 
 
@@ -91,7 +94,7 @@ class _Parser:
                 raise self._error("expected the end of the line")
             self._skip(_LINES)
         if not found:
-            raise grammar_error("it has no rules")
+            raise grammar_error("no rules found")
         return found
 
     def _choice(self) -> GbnfPart:
@@ -122,7 +125,7 @@ class _Parser:
         elif start and _NAME.match(start):
             part = GbnfReference(self._match(_NAME, "the name of a rule"))
         elif start and start in "<!":
-            raise self._error("token ids are not supported (write the text of the token instead)")
+            raise self._error("token ids are not supported (write the token's text instead)")
         elif start and start in "*+?{":
             raise self._error(f"{start!r} has nothing to repeat")
         else:
@@ -151,7 +154,7 @@ class _Parser:
             raise self._error("expected {m}, {m,} or {m,n}")
         limit = limits.MAX_GRAMMAR_REPEATS
         if any(len(digits) > 9 or int(digits) > limit for digits in found.group(1, 3) if digits):
-            raise self._error(f"more than {limit} repetitions")
+            raise self._error(f"more than {limit} repetitions are not supported")
         min_count = int(found.group(1))
         max_count = int(found.group(3)) if found.group(3) else None if found.group(2) else min_count
         if max_count is not None and max_count < min_count:
@@ -163,7 +166,7 @@ class _Parser:
         self._at += 1
         self._depth += 1
         if self._depth > limits.MAX_GRAMMAR_DEPTH:
-            raise self._error(f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} deep")
+            raise self._error(f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} levels deep")
         self._skip(_LINES)
         part = self._choice()
         self._expect(")")
@@ -200,7 +203,7 @@ class _Parser:
     def _char(self) -> int:
         char = self._peek()
         if not char:
-            raise self._error("it ends within a string or a character class")
+            raise self._error("unterminated string or character class")
         self._at += 1
         if char != "\\":
             return self._checked(ord(char))
@@ -252,7 +255,7 @@ class _Parser:
 
 
 def merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort these ranges of characters, and merge ranges that overlap."""
+    """Sort these character ranges, and merge overlapping and adjacent ones."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -263,7 +266,7 @@ def merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return ranges for all other characters."""
+    """Return the ranges of all characters that are not in these ranges."""
     gaps, start = [], 0
     for low, high in merge_ranges(ranges):
         if low > start:

@@ -1,4 +1,4 @@
-"""Compile the constraints of requests, with llguidance or, for GBNF, with an automaton."""
+"""Compile the constraints of requests with llguidance, or with an automaton for GBNF."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Constraint(Protocol):
     """Determines which tokens may come next in one sequence."""
 
     def allows(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return whether each of these tokens may come next. Raises GrammarFailed."""
+        """Return whether each of these tokens may come next. Raises GrammarFailed if the check takes too much work."""
         ...
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """Return whether each token of the vocabulary may come next, or None if that takes too long."""
+        """Return whether each token of the vocabulary may come next, or None if this check would take too long."""
         ...
 
     def accept(self, token: int) -> None:
-        """Continue after an allowed token. Raises GrammarFailed."""
+        """Advance past an allowed token. Raises GrammarFailed if the token is not allowed."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must come next, if the constraint leaves no choice."""
+        """Return the tokens that must come next, or an empty list if the constraint leaves a choice."""
         ...
 
 
 class GrammarSpec(NamedTuple):
-    """The constraint that a request sets for its text. `kind` is json_schema, regex, lark or grammar (GBNF)."""
+    """The constraint that a request sets on its text. `kind` is json_schema, regex, lark or grammar (GBNF)."""
 
     kind: str
     text: str
@@ -68,7 +68,7 @@ class _CachedGrammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary, and caches recently used ones. It is safe to use from any thread."""
+    """Compiles constraints for one vocabulary, and caches those used recently. This class is thread-safe."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Grammars:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """Take the same arguments as MatcherTokens."""
+        """Create a compiler. The arguments are those of MatcherTokens."""
         self._pieces = pieces
         self._controls = controls
         self._ends = ends
@@ -87,7 +87,7 @@ class Grammars:
 
     @functools.cached_property
     def tokens(self) -> TokenBytes:
-        """The bytes of all tokens that have a text."""
+        """The bytes of all text tokens."""
         return TokenBytes(self._pieces, self._ends)
 
     @functools.cached_property
@@ -95,10 +95,11 @@ class Grammars:
         return MatcherTokens(self._pieces, self._controls, self._ends, self._tokenize)
 
     def compile(self, spec: GrammarSpec, visible: Mapping[int, bytes] | None = None) -> CompiledGrammar:
-        """Return the compiled constraint. llguidance releases the GIL while it compiles. Raises InvalidRequest.
+        """Compile a constraint.
 
-        `visible` are control tokens whose text belongs to the output. GBNF matches their text, and Lark refers to them
-        by name.
+        Raises InvalidRequest if it can't be compiled. llguidance releases the GIL during compilation. `visible` maps
+        control tokens to their texts, which are part of the output. GBNF matches their text, and Lark refers to them by
+        name.
         """
         grammar, warnings = self._compiled(spec)
         if isinstance(grammar, Automaton):
@@ -119,7 +120,10 @@ class Grammars:
         return cached
 
     def _evict_automata(self) -> None:
-        """Drop the least recently used automata if all together need too much memory. Automata grow with use."""
+        """Drop the least recently used automata if all automata together use too much memory.
+
+        Automata grow with use.
+        """
         automata = {spec: each.grammar for spec, each in self._cache.items() if isinstance(each.grammar, Automaton)}
         num_bytes = sum(automaton.num_bytes for automaton in automata.values())
         for spec, automaton in list(automata.items())[:-1]:
@@ -140,7 +144,7 @@ class Grammars:
         return _CachedGrammar(SharedGrammar(self._matcher_tokens, grammar, spec.kind), ())
 
     def _from_schema(self, spec: GrammarSpec) -> _CachedGrammar:
-        """Prepare a schema and compile it, because only a compilation shows whether llguidance accepts it."""
+        """Prepare and compile a schema, because only compilation shows whether llguidance accepts it."""
         attempts: list[tuple[str, LLMatcher]] = []
 
         def try_compile(grammar: str) -> str:

@@ -1,7 +1,7 @@
-"""Compile a grammar into a program over bytes, whose nodes the automaton in `automaton.py` walks.
+"""Compile a grammar into a program over bytes. The automaton in `automaton.py` walks the program's nodes.
 
-Counted repetitions remain loops and characters become ranges of UTF-8 bytes, so a program is not much larger than its
-text.
+Counted repetitions remain loops, and characters become ranges of UTF-8 bytes, so a program is not much larger than the
+grammar's text.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ END = 0  # the node that ends a rule
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """A node that accepts one byte of these ranges, which do not overlap. Each range leads to a node."""
+    """A node that accepts one byte. The ranges of bytes do not overlap, and each range leads to a node."""
 
     ranges: tuple[tuple[int, int, int], ...]  # lowest byte, highest byte, next node
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A node that continues with each of these nodes."""
+    """A node that continues with each of several nodes."""
 
     nodes: tuple[int, ...]
 
@@ -58,7 +58,7 @@ Node = Edges | Fork | RuleCall | Loop | None  # None: END
 
 @dataclass(slots=True)
 class Program:
-    """Nodes by number, and the node at which the root rule starts."""
+    """A list of nodes and the number of the node at which the root rule starts."""
 
     nodes: list[Node] = field(default_factory=lambda: [None])
     start: int = END
@@ -89,9 +89,10 @@ class _NullableParts:
     """The parts of a grammar that may match the empty text."""
 
     def __init__(self, rules: dict[str, GbnfPart]) -> None:
-        """Find the nullable rules. A rule is checked again when a rule that it refers to is nullable.
+        """Find the nullable rules.
 
-        Raises InvalidRequest.
+        A rule is rechecked when a rule that it refers to turns out to be nullable. Raises InvalidRequest if a rule is
+        not defined or the rules are too complex.
         """
         self._rules: set[str] = set()
         self._results: dict[int, bool] = {}  # by id of the part
@@ -110,7 +111,7 @@ class _NullableParts:
                 self._rules.add(name)
                 waiting += users[name]
             if self._num_checks > _MAX_CHECKS:
-                raise grammar_error("its rules depend on each other in too many ways; simplify it")
+                raise grammar_error("the rules depend on each other in too many ways; simplify them")
         self._results.clear()
 
     def has(self, part: GbnfPart) -> bool:
@@ -135,7 +136,7 @@ class _NullableParts:
 
 
 def _first_rules(part: GbnfPart, nullable: _NullableParts) -> Iterator[str]:
-    """Yield the rules that a part may start with."""
+    """Yield the names of the rules that a part may start with."""
     match part:
         case GbnfReference(name):
             yield name
@@ -152,7 +153,7 @@ def _first_rules(part: GbnfPart, nullable: _NullableParts) -> Iterator[str]:
 
 
 def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts) -> None:
-    """Raise InvalidRequest if a rule starts with itself. The search is depth-first and visits each rule once."""
+    """Raise InvalidRequest if a rule starts with itself. The depth-first search visits each rule once."""
     done: set[str] = set()
     for origin in rules:
         path: dict[str, Iterator[str]] = {}  # the rules being visited, the outermost first
@@ -168,7 +169,7 @@ def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts)
 
 
 class _Compiler:
-    """Compiles parts into nodes, from the last to the first, because a node refers to the node after it."""
+    """Compiles parts into nodes, starting with the last part because each node refers to the node after it."""
 
     def __init__(self, rules: dict[str, GbnfPart], nullable: _NullableParts) -> None:
         self._rules = rules
@@ -190,7 +191,7 @@ class _Compiler:
 
     def _new(self, node: Node) -> int:
         if len(self._program.nodes) >= limits.MAX_GRAMMAR_NODES:
-            raise grammar_error(f"it has more than {limits.MAX_GRAMMAR_NODES} parts; shorten it")
+            raise grammar_error(f"the limit of {limits.MAX_GRAMMAR_NODES} parts is exceeded; shorten the grammar")
         self._program.nodes.append(node)
         return len(self._program.nodes) - 1
 
@@ -214,8 +215,8 @@ class _Compiler:
             min_count = 0  # empty repetitions satisfy any minimum
             if max_count is not None and max_count > _MAX_NULLABLE_REPEATS:
                 raise grammar_error(
-                    f"it repeats a possibly empty part {max_count} times (limit {_MAX_NULLABLE_REPEATS}); make the "
-                    "repeated part non-empty"
+                    f"a possibly empty part is repeated {max_count} times (limit {_MAX_NULLABLE_REPEATS}); "
+                    "make the repeated part non-empty"
                 )
         return self._new(Loop(self._node(inner, END), min_count, max_count, after))
 
@@ -224,7 +225,10 @@ class _Compiler:
         return self._edges(sequences, after, {})
 
     def _edges(self, sequences: list[Bytes], after: int, cached: dict[tuple[Bytes, ...], int]) -> int:
-        """Return a node for sequences of byte ranges. Sequences with equal remainders share nodes."""
+        """Return a node that matches any of these sequences of byte ranges.
+
+        Equal remainders of sequences share nodes.
+        """
         key = tuple(sequences)
         if key not in cached:
             rests: dict[tuple[int, int], list[Bytes]] = {}

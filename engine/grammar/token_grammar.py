@@ -1,4 +1,4 @@
-"""Check which tokens a grammar allows, by walking their bytes through the automaton."""
+"""Check which tokens a grammar allows by walking the automaton with their bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TokenBytes:
     """The bytes of all tokens of a vocabulary, concatenated."""
 
     def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
-        """Concatenate the bytes of tokens. `ends` are the tokens that end a generation.
+        """Concatenate the bytes of all tokens. `ends` are the tokens that end a generation.
 
-        Tokens that start with NUL have no text.
+        Tokens that start with a NUL byte have no text.
         """
         texts = [b"" if piece[:1] == b"\0" else piece for piece in pieces]
         self.of = texts
@@ -40,9 +40,9 @@ class TokenGrammar:
     def __init__(
         self, automaton: Automaton, tokens: TokenBytes, work: WorkBudget, visible: Mapping[int, bytes] | None = None
     ) -> None:
-        """Start at the root of the grammar. `visible` are control tokens whose text belongs to the output.
+        """Start at the root of the grammar. Raises GrammarFailed if the grammar is too ambiguous.
 
-        Raises GrammarFailed.
+        `visible` maps control tokens to their texts, which are part of the output.
         """
         self._automaton = automaton
         self._tokens = tokens
@@ -52,7 +52,7 @@ class TokenGrammar:
         self._number, self._generation = automaton.start(work), automaton.generation
 
     def allows(self, tokens: Ids) -> Allowed:
-        """Return whether each of these tokens may come next. Raises GrammarFailed if that takes too much work."""
+        """Return whether each of these tokens may come next. Raises GrammarFailed if this check takes too much work."""
         state = self._state()
         if len(tokens) <= _MAX_SINGLE_TOKENS:
             return np.array([self._allows_one(state, token) for token in tokens.tolist()], np.bool_)
@@ -66,10 +66,10 @@ class TokenGrammar:
         return allowed
 
     def mask(self) -> None:
-        """Return None, because checking the whole vocabulary takes far longer than checking a few tokens."""
+        """Return None, because checking the whole vocabulary takes much longer than checking a few tokens."""
 
     def accept(self, token: int) -> None:
-        """Continue after an allowed token. Raises GrammarFailed."""
+        """Advance past an allowed token. Raises GrammarFailed if the token is not allowed."""
         self._work.earn()
         if token in self._tokens.ends:
             return
@@ -81,7 +81,7 @@ class TokenGrammar:
         self._number, self._stacks = following, self._automaton.states[following]
 
     def forced_tokens(self) -> list[int]:
-        """Return no tokens, because the automaton does not look for forced text."""
+        """Return an empty list, because the automaton does not look for forced text."""
         return []
 
     def _state(self) -> int:
@@ -113,7 +113,7 @@ class TokenGrammar:
         return np.unpackbits(masks[state], count=size).astype(np.bool_)
 
     def _check_all(self, state: int, tokens: Ids) -> Allowed:
-        """Walk the texts of many tokens together, byte by byte. Tokens without a text are not allowed."""
+        """Walk the automaton with many tokens together, byte by byte. Tokens without text are not allowed."""
         lengths, offsets = self._tokens.lengths[tokens], self._tokens.offsets[tokens]
         allowed = np.zeros(len(tokens), np.bool_)
         active = np.flatnonzero(lengths)

@@ -1,4 +1,4 @@
-"""The disk tier of the KV cache loads states from the directory into RAM, and saves states from RAM (ADR 014).
+"""The disk tier of the KV cache: load states from the cache directory into RAM, and save states from RAM (ADR 014).
 
 The store's threads read, write and hash files. The engine thread copies memory, requests files and receives their
 contents.
@@ -36,7 +36,7 @@ PREFILL_MEMORY_TOKENS = 1 << 15  # tokens after which a measurement has little w
 
 @dataclass(eq=False, slots=True)
 class StateLoad:
-    """A state that is being read from the directory into RAM."""
+    """A state that is being read from the cache directory into RAM."""
 
     match: StateMatch
     scope: Hashable
@@ -46,13 +46,13 @@ class StateLoad:
 
 
 class LoadWait(NamedTuple):
-    """A sequence that waits for a load, for at most the time that computing the tokens would take."""
+    """A sequence's wait for a load. The wait lasts no longer than computing the tokens would take."""
 
     load: StateLoad
     until: float
 
     def continues(self, now: float) -> bool:
-        """Return whether the sequence should continue to wait."""
+        """Return whether the sequence should keep waiting."""
         return not self.load.is_done and now < self.until
 
 
@@ -66,13 +66,13 @@ class LoadedState(NamedTuple):
 class DiskTier:
     """Loads and saves the states of one engine.
 
-    Only the engine thread may use it, unless a method says otherwise.
+    Only the engine thread may use it, unless a method's docstring says otherwise.
     """
 
     def __init__(
         self, store: StateStore, memory: KvMemory, ram: RamTier, identity: bytes, nudge: Callable[[], object]
     ) -> None:
-        """Connect the store with the RAM tier. `nudge` wakes the engine thread when a file has been read."""
+        """Connect the store to the RAM tier. `nudge` wakes the engine thread when a file has been read."""
         self.store = store
         self.prefill_rate = RunningRate(INITIAL_PREFILL_RATE, INITIAL_PREFILL_TOKENS, PREFILL_MEMORY_TOKENS)  # tokens/s
         self.num_late = 0  # states that arrived after their tokens had been computed
@@ -88,21 +88,21 @@ class DiskTier:
     # Reading
 
     def find(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest prefix of a prompt.
+        """Return the stored state with the longest prefix of a prompt, or None.
 
-        Don't call this on the engine thread, because it may read the directory.
+        Don't call this method on the engine thread, because it may read the directory.
         """
         try:
             return self.store.longest(seed, tokens)
         except Exception:  # the prompt can be computed without the directory
-            log.exception("KV state directory not searched", detail="unexpected error; the prompt is computed")
+            log.exception("KV state directory not searched", detail="unexpected error; the prompt is prefilled")
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:
-        """Start to load a file, of which at most `up_to` tokens are useful. Return None if nothing is loaded.
+        """Start loading a stored state of which at most `up_to` tokens are useful. Return None if nothing is loaded.
 
-        `ready` tokens are already on the device or in RAM. Nothing is loaded if computing the tokens is faster, or if
-        RAM has no space for the state.
+        `ready` is the number of leading tokens that are already on the device or in RAM. Nothing is loaded if computing
+        the tokens is faster, or if RAM has no space for the state.
         """
         num_more = match.usable(up_to) - ready
         if num_more < BLOCK:
@@ -120,13 +120,13 @@ class DiskTier:
         return LoadWait(load, until)
 
     def _on_loaded(self, load: StateLoad, stored: StoredState | None) -> None:
-        """Convert the state, and wake the engine thread. The reading thread calls this."""
+        """Convert the loaded state and wake the engine thread. The store's reader thread calls this method."""
         loaded = None
         if stored is not None:
             try:
                 loaded = self._from_stored(stored, load.scope)
             except Exception:
-                log.exception("KV state not converted", detail="its format is unusable here; its tokens are computed")
+                log.exception("KV state not converted", detail="its format is not usable here; its tokens are computed")
         self._done.append((load, loaded))
         self._nudge()
 
@@ -152,7 +152,7 @@ class DiskTier:
         return LoadedState(state, checkpoints)
 
     def receive(self, now: float) -> None:
-        """Move the states that were read into the RAM tier, if they still fit."""
+        """Move the states that have been read into the RAM tier, if they still fit."""
         while self._done:
             load, loaded = self._done.popleft()
             load.is_done = True
@@ -167,13 +167,16 @@ class DiskTier:
             self._ram.adopt(loaded.state, loaded.checkpoints)
 
     def wait_s(self, now: float) -> float:
-        """Return the longest time in seconds that a sequence will still wait for a file, or 0."""
+        """Return the longest time in seconds for which a sequence will still wait for a file, or 0."""
         return max((load.until - now for load in self._loads.values()), default=0.0)
 
     # Writing
 
     def offer(self, state: SavedState) -> None:
-        """Offer a state in RAM to the store, unless the state was read from disk or belongs to a single sequence."""
+        """Offer a state in RAM to the store.
+
+        States that were read from disk, and states that only a single sequence can use, are not offered.
+        """
         seed = self._seed_maker(state.scope)
         if state.from_disk or seed is None:
             return
@@ -184,9 +187,9 @@ class DiskTier:
         self.store.offer(make, gain_s * state.note.reuse_probability, num_bytes)
 
     def _seed_maker(self, scope: Hashable) -> Callable[[], bytes] | None:
-        """Return a function that hashes the seed of a scope, or None if the scope is a single sequence.
+        """Return a function that computes the seed of a scope, or None if only a single sequence uses the scope.
 
-        Another thread calls the function.
+        The function is called on another thread.
         """
         if isinstance(scope, str):
             return partial(seed_of, self._identity, (), scope)
@@ -198,7 +201,10 @@ class DiskTier:
     def _to_stored(
         self, state: SavedState, checkpoints: Mapping[int, Any], seed: Callable[[], bytes]
     ) -> StoredState | None:
-        """Convert a state for the store, or return None if it has no portable format. The writing thread calls this."""
+        """Convert a state for the store, or return None if it has no portable format.
+
+        The store's writer thread calls this method.
+        """
         portable, scope = self._memory.portable, state.scope
         last = () if state.note.next_token is None else (state.note.next_token,)
         try:
@@ -215,14 +221,14 @@ class DiskTier:
             return None
 
     def may_copy(self, now: float) -> bool:
-        """Return whether a running sequence may be copied now.
+        """Return whether a running sequence's state may be copied now.
 
-        The previous copy must not be too recent (COPY_SHARE), and the writer must be idle.
+        This is the case if the writer is idle and enough time has passed since the previous copy (COPY_SHARE).
         """
         return now >= self._next_copy_at and self.store.is_idle
 
     def save_running(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        """Copy the state of a running sequence, and offer it, so that another process can continue after a crash."""
+        """Copy a running sequence's state and offer it to the store, so another process can resume after a crash."""
         started = time.monotonic()
         if self._memory.state_bytes(slot) * MAX_RUNNING_FRACTION <= self._ram.quota_bytes:
             self._ram.save(slot, tokens, scope)
@@ -231,7 +237,7 @@ class DiskTier:
 
 
 def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """Open the directory of states from the options, or return None if the options don't save states to disk."""
+    """Open the state directory given by the options, or return None if the options don't save states to disk."""
     if options.cache_dir is None or not options.keeps_states:
         return None
     return StateStore(

@@ -1,8 +1,8 @@
 """The KV cache: which tokens are in which slot, which prefix a new sequence can reuse, and what is saved to RAM.
 
-A slot keeps its cells when its sequence finishes, so that a later sequence with the same prefix can reuse them. When
-another sequence needs the slot, its cells are copied to RAM (ram_tier.py) if there are enough of them. Every change of
-the device's cells goes through KvCache. Only the engine thread uses it, except for `probe`.
+A slot keeps its cells when its sequence finishes, so a later sequence with the same prefix can reuse them. When another
+sequence needs the slot, its cells are copied to RAM (ram_tier.py) if there are enough of them. All changes to the
+device's cells are made through KvCache. Only the engine thread uses it, except for `probe`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ SlotContents = tuple[Sequence[int], Hashable]  # the tokens that are computed in
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """Consecutive cells that the same slots own."""
+    """Consecutive cells that are owned by the same slots."""
 
     size: int
     num_owners: int = 1
 
 
 class Cells:
-    """Counts the KV cells in use, in blocks by position. The count is exact, and cells that slots share count once.
+    """Counts the KV cells in use, in blocks by position.
 
-    If `shared` is true, slots can share the cells of a prefix. This class does not access the device.
+    The count is exact, and a cell shared by several slots is counted once. If `shared` is true, slots can share the
+    cells of a prefix. This class doesn't access the device.
     """
 
     def __init__(self, n_slots: int, total: int, *, shared: bool) -> None:
@@ -56,7 +57,7 @@ class Cells:
         return self.total - self.used
 
     def of(self, slot: int) -> int:
-        """Return the number of positions in the slot."""
+        """Return the number of positions that are filled in the slot."""
         return sum(block.size for block in self._blocks[slot])
 
     def exclusive_to(self, slot: int) -> int:
@@ -78,7 +79,7 @@ class Cells:
         self.used += count
 
     def trim(self, slot: int, count: int) -> None:
-        """Keep the first `count` positions of the slot. Later cells become free, unless another slot shares them."""
+        """Keep the first `count` positions of the slot. Later cells become free unless another slot shares them."""
         num_blocks = self._cut(slot, count)
         for block in self._blocks[slot][num_blocks:]:
             block.num_owners -= 1
@@ -87,7 +88,7 @@ class Cells:
         del self._blocks[slot][num_blocks:]
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Give the empty slot `target` the first `count` positions of `source`, either as shared or as new cells."""
+        """Copy the first `count` positions of `source` to the empty slot `target`, either as shared or as new cells."""
         assert not self._blocks[target]
         if not self.shared:
             self.extend(target, count)
@@ -102,7 +103,10 @@ class Cells:
         self._blocks[slot], self._blocks[other] = self._blocks[other], self._blocks[slot]
 
     def _cut(self, slot: int, count: int) -> int:
-        """Return the number of blocks that hold the first `count` positions. Split a block at this border if needed."""
+        """Return the number of blocks that contain the first `count` positions.
+
+        If position `count` is inside a block, the block is split there.
+        """
         position = 0
         for index, block in enumerate(self._blocks[slot]):
             if position >= count:
@@ -123,7 +127,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of a sequence, and the number of leading tokens that it takes over from `source`."""
+    """The slot of a sequence, and the number of leading tokens that it reuses from `source`."""
 
     slot: int
     source: Source | None
@@ -131,7 +135,7 @@ class Placement:
 
     @property
     def tier(self) -> CacheTier:
-        """The tier of the prefix, or "device" if there is no prefix."""
+        """The tier of the reused prefix, or "device" if no prefix is reused."""
         return self.source.tier if isinstance(self.source, SavedState) else "device"
 
 
@@ -148,7 +152,7 @@ class CacheCounters:
 
 @dataclass(slots=True)
 class _SlotRecord:
-    """The record of a slot, in addition to its cells, tokens and checkpoints."""
+    """Data about a slot, in addition to its cells, tokens and checkpoints."""
 
     last_used: int = 0  # sequence number of the slot's last use
     is_unsaved: bool = False  # whether the slot is idle, long enough to save, and not saved yet
@@ -156,15 +160,14 @@ class _SlotRecord:
 
 
 class KvCache:
-    """The KV states in all slots and in RAM, from which new sequences reuse prefixes."""
+    """The KV states in all slots and in RAM, whose prefixes new sequences can reuse."""
 
     def __init__(
         self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
     ) -> None:
-        """Limit saved states and checkpoints to `ram_bytes`. With 0, nothing is saved.
+        """Create a cache that uses at most `ram_bytes` for saved states and checkpoints. With 0, nothing is saved.
 
-        `demanded_prefix` returns the length of the longest prefix of these tokens that a waiting sequence also starts
-        with.
+        `demanded_prefix` returns the length of the longest prefix that these tokens share with a waiting sequence.
         """
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
@@ -180,7 +183,10 @@ class KvCache:
     # better than the best one.
 
     def longest_prefix(self, tokens: Sequence[int], scope: Hashable) -> int:
-        """Return the length of the longest prefix that any source has. At least one token remains to be computed."""
+        """Return the length of the longest prefix that any source can provide.
+
+        The result is at most the number of tokens minus one, because at least one token must be computed.
+        """
         best, limit = 0, len(tokens) - 1
         for matches in self._matches(tokens, scope):
             for source, shared in matches:
@@ -190,23 +196,23 @@ class KvCache:
         return best
 
     def prefixes_in_progress(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[int, int]]:
-        """Yield slots whose computed or planned tokens share a prefix, and the length of the prefix, longest first."""
+        """Yield slots whose computed or planned tokens share a prefix, each with the prefix length, longest first."""
         limit = len(tokens) - 1
         return ((slot, min(shared, limit)) for slot, shared in self._index.matches(tokens, scope))
 
     def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
-        """Return the lengths at which the tokens of slots and saved states diverge from `tokens`, or end."""
+        """Return the lengths at which the tokens of slots and saved states diverge from `tokens` or end."""
         return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def _matches(self, tokens: Sequence[int], scope: Hashable) -> tuple[Iterator[tuple[Source, int]], ...]:
-        """Return two iterators, over slots and over RAM states that share a prefix with `tokens`, the longest first."""
+        """Return two iterators over slots and RAM states that share a prefix with `tokens`, longest prefix first."""
         return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
 
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
-        """Return the source that saves the most tokens, and how many it provides, or None if no source saves any.
+        """Return the source that saves the most tokens, with the number of tokens that it provides, or None.
 
-        The gain of a source is its number of tokens minus the cost of moving it. Among sources that must be moved, the
-        chosen source may gain up to MOVE_COST_TOKENS less than another.
+        A source's gain is the number of tokens that it provides, minus the cost of moving it. If sources must be moved,
+        the search stops early, so the gain of the returned source can be up to MOVE_COST_TOKENS below the maximum.
         """
         limit = len(tokens) - 1
         best: tuple[Source, int] | None = None
@@ -232,7 +238,7 @@ class KvCache:
         return best
 
     def _has_another_source(self, slot: int, tokens: Tokens, scope: Hashable, length: int) -> bool:
-        """Return whether a source other than `slot` has the first `length` of these tokens."""
+        """Return whether any source except `slot` can provide the first `length` of these tokens."""
         for matches in self._matches(tokens, scope):
             for source, shared in matches:
                 if shared < length:
@@ -242,7 +248,7 @@ class KvCache:
         return False
 
     def _num_held(self, source: Source) -> int:
-        """Return the number of computed tokens of a source."""
+        """Return the number of computed tokens in a source."""
         return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
 
     def _usable(self, source: Source, shared: int) -> int:
@@ -254,11 +260,11 @@ class KvCache:
         return source.first_cut if isinstance(source, SavedState) else self.memory.first_cut(source)
 
     def _checkpoint_for(self, source: Source, count: int) -> Any | None:
-        """Return the checkpoint for truncating or copying the source to `count` tokens, or None if none is needed."""
+        """Return the checkpoint needed to truncate or copy the source to `count` tokens, or None if none is needed."""
         return None if count >= self._first_cut(source) else self.checkpoints.at(source, count)
 
     def _shares_cells(self, source: Source) -> bool:
-        """Return whether a copy of the source shares its cells instead of using new ones."""
+        """Return whether a copy of the source would share its cells instead of using new cells."""
         return self.memory.unified and not isinstance(source, SavedState) and self.memory.partial_reuse
 
     # Finding a slot
@@ -266,9 +272,9 @@ class KvCache:
     def find_slot(
         self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], preferred: int | None = None
     ) -> Placement:
-        """Return the cheapest of the `idle` slots for a sequence.
+        """Return a placement in the cheapest of the `idle` slots.
 
-        Without a prefix, the `preferred` slot is chosen first.
+        If the sequence can't reuse a prefix, the `preferred` slot is chosen if possible.
         """
         best = self._best_source(tokens, scope, idle)
         if best is None:
@@ -280,14 +286,17 @@ class KvCache:
         return Placement(self._cheapest(others, preferred), source, count) if others else Placement(idle[0], None, 0)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
-        """Return whether a sequence may overwrite the rest of a slot: it reuses at least half, or has no other slot."""
+        """Return whether a sequence may overwrite the cells in a slot after the reused prefix.
+
+        This is allowed if the sequence reuses at least half of the slot's cells, or if no other slot is idle.
+        """
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
     def _cheapest(self, idle: Sequence[int], preferred: int | None) -> int:
-        """Return the preferred slot, or else the first empty slot, or else the slot that has been idle for longest.
+        """Return the preferred slot, or else an empty slot, or else the slot that has been idle for the longest time.
 
-        A slot is chosen last if a waiting sequence needs its prefix. Empty slots are chosen in order, because llama.cpp
-        is faster with dense slot numbers.
+        A slot whose prefix is needed by a waiting sequence is chosen last. Empty slots are chosen in order, because
+        llama.cpp is faster if slot numbers are dense.
         """
 
         def rank(slot: int) -> tuple[bool, bool, int, int]:
@@ -297,7 +306,7 @@ class KvCache:
         return next((slot for slot in order if not self._is_demanded(slot)), order[0])
 
     def _is_demanded(self, slot: int) -> bool:
-        """Return whether a waiting sequence needs a prefix that only this slot contains."""
+        """Return whether a waiting sequence needs a prefix that is available only in this slot."""
         if slot not in self._index:
             return False
         tokens, scope = self._index.entry_of(slot)
@@ -307,7 +316,7 @@ class KvCache:
         return not self._has_another_source(slot, tokens, scope, length)
 
     def missing_cells(self, placement: Placement, num_tokens: int) -> int:
-        """Return how many cells are missing for `num_tokens` positions once the placement has been carried out."""
+        """Return the number of missing cells for `num_tokens` positions after the placement has been carried out."""
         source = placement.source
         if isinstance(source, SavedState):
             num_tokens = max(num_tokens, source.num_tokens)  # the state is restored completely before it is truncated
@@ -319,7 +328,7 @@ class KvCache:
     # Assigning a slot
 
     def assign_slot(self, placement: Placement, tokens: Sequence[int], scope: Hashable) -> int:
-        """Carry out a placement for a sequence of these tokens. Return how many of them the slot holds now."""
+        """Carry out the placement of a sequence with these tokens. Return the number of its tokens in the slot."""
         if placement.source is not None and placement.source == placement.slot:
             count = self._continue_in(placement.slot, placement.num_tokens)
         else:
@@ -341,11 +350,11 @@ class KvCache:
         return num_reused
 
     def _load_prefix(self, placement: Placement) -> int:
-        """Copy or restore the prefix into the empty slot. Return the number of tokens, which is 0 after a failure."""
+        """Copy or restore the prefix into the empty slot. Return its number of tokens, or 0 after a failure."""
         try:
             return self._restore(placement) if isinstance(placement.source, SavedState) else self._copy(placement)
         except Exception:  # out of memory, for example
-            log.exception("prefix not reused", slot=placement.slot, detail="its tokens are computed again")
+            log.exception("prefix reuse failed", slot=placement.slot, detail="its tokens are computed again")
             self.wipe(placement.slot)
             return 0
 
@@ -391,17 +400,17 @@ class KvCache:
         self._records[slot].last_used = self._clock
 
     def extend(self, slot: int, count: int) -> None:
-        """Record that `count` positions were computed in the slot."""
+        """Record that `count` more positions have been computed in the slot."""
         self.cells.extend(slot, count)
 
     def take_checkpoint(self, slot: int) -> None:
-        """Take a checkpoint of the slot's current length, if it fits into the quota."""
+        """Take a checkpoint at the slot's current length if it fits into the quota."""
         self.checkpoints.take(slot, self.cells.of(slot))
 
     def truncate(self, slot: int, count: int) -> int:
-        """Keep the first `count` positions of a slot, or fewer if it can't be truncated there.
+        """Keep the first `count` positions of a slot, or fewer if it can't be truncated to this length.
 
-        Return how many are kept.
+        Return the number of positions that are kept.
         """
         first_cut = self.memory.first_cut(slot)
         length = count if count >= first_cut else self.checkpoints.longest(slot, count)
@@ -415,7 +424,7 @@ class KvCache:
     def retire(
         self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool, note: StateNote | None = None
     ) -> None:
-        """Keep the cells of a finished sequence, which hold `tokens`, in their slot for later sequences."""
+        """Keep a finished sequence's cells, which contain `tokens`, in its slot for later sequences."""
         self._index_slot(slot, tokens, scope)
         record = self._records[slot]
         record.note = note
@@ -425,14 +434,14 @@ class KvCache:
         return self.ram.quota_bytes > 0 and num_tokens >= MIN_SAVED_TOKENS
 
     def clear(self, slot: int) -> None:
-        """Empty a slot after saving its contents to RAM, if they should be saved."""
+        """Empty a slot. If its contents should be saved, save them to RAM first."""
         if self.ram.quota_bytes and self._is_demanded(slot):
             self._records[slot].is_unsaved = True
         self.save_unsaved(slot)
         self.wipe(slot)
 
     def wipe(self, slot: int) -> None:
-        """Empty a slot without saving its contents, for example because they are unknown."""
+        """Empty a slot without saving its contents, for example if they are unknown."""
         record = self._records[slot]
         record.is_unsaved, record.note = False, None
         self._index.remove(slot)
@@ -441,8 +450,8 @@ class KvCache:
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
         """Empty idle slots until `missing` more cells are free.
 
-        If emptying all of them frees too few cells, empty none and return False. Slots without a demanded prefix are
-        emptied first, in the order of their last use.
+        If emptying all of them would not free enough cells, return False without emptying any. Slots whose prefix is
+        not needed by a waiting sequence are emptied first, least recently used first.
         """
         if missing <= 0:
             return True
@@ -459,16 +468,16 @@ class KvCache:
     # Moving between slots
 
     def swap(self, slot: int, other: int) -> bool:
-        """Exchange the contents of two slots that share no cells. Return False if nothing has changed.
+        """Exchange the contents of two slots that share no cells. Return False if nothing was changed.
 
         The contents of `slot` are copied, and those of `other` are saved and restored. Contents that can't be moved are
-        lost. If this method raises, the contents of both slots are unknown.
+        lost. If this method raises an exception, the contents of both slots are unknown.
         """
         num_tokens = self.cells.of(slot)
         try:
             state = self.memory.save(other) if self.cells.of(other) else None
         except Exception:  # out of memory, for example
-            log.exception("slots not exchanged", slot=slot, other=other, detail="the state could not be copied to RAM")
+            log.exception("slot exchange failed", slot=slot, other=other, detail="the state can't be copied to RAM")
             return False
         self.memory.trim(other, 0)
         if num_tokens and not self._fills(other, self.memory.copy, slot, other, num_tokens):
@@ -491,12 +500,15 @@ class KvCache:
         try:
             return action(*args)
         except Exception:
-            log.exception("KV state not moved between slots", detail="its tokens are computed again when needed")
+            log.exception("KV state move failed", detail="its tokens are computed again when needed")
             self.memory.trim(slot, 0)
             return False
 
     def _swap_entries(self, slot: int, other: int) -> None:
-        """Exchange the index entries. Both are removed first, so that no thread finds tokens in a wrong scope."""
+        """Exchange the index entries of two slots.
+
+        Both entries are removed first, so another thread can't find tokens in the wrong scope.
+        """
         entries = [
             (target, self._index.entry_of(held))
             for held, target in ((slot, other), (other, slot))
@@ -510,19 +522,22 @@ class KvCache:
     # RAM
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
-        """Copy the cells of a slot, which hold `tokens`, to RAM if they are long enough and fit into the quota."""
+        """Copy a slot's cells, which contain `tokens`, to RAM.
+
+        Nothing is copied if the cells are too few to be worth saving or don't fit into the quota.
+        """
         self._records[slot].is_unsaved = False
         if self._should_save(len(tokens)):
             self.ram.save(slot, tokens, scope, note)
 
     def save_unsaved(self, slot: int) -> None:
-        """Save an idle slot if it should be saved and has not been saved yet."""
+        """Save an idle slot's contents if they should be saved and have not been saved yet."""
         record = self._records[slot]
         if record.is_unsaved:
             self.save(slot, *self._index.entry_of(slot), record.note)
 
     def save_one_idle(self) -> bool:
-        """Save the slot that has been idle for longest, between two steps. Return False if no slot needs saving."""
+        """Save the slot that has been idle for the longest time. Return False if no slot needs to be saved."""
         slot = min(self.unsaved(), key=lambda slot: self._records[slot].last_used, default=None)
         if slot is None:
             return False
@@ -534,16 +549,16 @@ class KvCache:
         return [slot for slot, record in enumerate(self._records) if record.is_unsaved]
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drop the saved states of a scope that no later request uses."""
+        """Discard the saved states of a scope that will not be used by any later request."""
         self.ram.forget_scope(scope)
 
     # Any thread
 
     def probe(self, running: Sequence[SlotContents | None], tokens: Tokens, scope: Hashable) -> dict[CacheTier, int]:
-        """Return how many leading tokens are in a slot and how many are in RAM.
+        """Return the number of leading tokens that are in a slot and in RAM.
 
-        Any thread may call this, and the result can be slightly outdated. `running` contains the computed tokens and
-        the scope of each slot's running sequence, or None for an idle slot.
+        Any thread may call this method, and the result can be slightly out of date. `running` contains the computed
+        tokens and the scope of each slot's running sequence, or None for an idle slot.
         """
         device = ram = 0
         for slot, contents in enumerate(running):
@@ -564,12 +579,12 @@ class KvCache:
             return None
 
     def _probed(self, source: Source, shared: int, first_cut: int) -> int:
-        """Return the same number as `_usable`, without accessing the device."""
+        """Return the same number as `_usable` without accessing the device."""
         if shared >= first_cut:
             return shared
         return max((length for length in self.checkpoints.lengths(source) if length <= shared), default=0)
 
 
 def _move_cost(num_moved: int) -> int:
-    """Return the cost of moving a complete state of `num_moved` tokens, even if only a part of it is used."""
+    """Return the cost of moving a complete state of `num_moved` tokens, even if only part of the state is used."""
     return MOVE_COST_TOKENS + num_moved // MOVED_PER_TOKEN

@@ -13,7 +13,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[Holder]):
-    """The tokens between its parent and itself, and the subtree below."""
+    """A node of the tree: the tokens between its parent and itself, and its subtree."""
 
     edge: Tokens
     parent: _Node[Holder] | None
@@ -24,9 +24,10 @@ class _Node(Generic[Holder]):
 
 
 class PrefixIndex(Generic[Holder]):
-    """Finds the holders whose tokens share a prefix with a prompt. Holders of different scopes never match.
+    """Finds the holders whose tokens share a prefix with a prompt. Holders in different scopes never match.
 
-    Insertion, removal and the first match take time in proportion to the number of tokens, not of holders.
+    The time for an insertion, a removal or the first match is proportional to the number of tokens. It does not depend
+    on the number of holders.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class PrefixIndex(Generic[Holder]):
         return holder in self._ends
 
     def insert(self, holder: Holder, tokens: Sequence[int], scope: Hashable = "") -> None:
-        """Set the tokens of a holder. A tuple is stored without a copy."""
+        """Set a holder's tokens. A tuple is stored without copying it."""
         self.remove(holder)
         tokens, start = tuple(tokens), 0
         node = self._roots.get(scope)
@@ -57,7 +58,7 @@ class PrefixIndex(Generic[Holder]):
         self._ends[holder] = node
 
     def remove(self, holder: Holder) -> None:
-        """Remove the tokens of a holder. Calling it again has no effect."""
+        """Remove a holder and its tokens. Calling this method again has no effect."""
         node = self._ends.pop(holder, None)
         if node is not None:
             del node.ends[holder]
@@ -74,7 +75,7 @@ class PrefixIndex(Generic[Holder]):
             node = parent
 
     def entry_of(self, holder: Holder) -> tuple[Tokens, Hashable]:
-        """Return the tokens and the scope of a holder. Raises KeyError."""
+        """Return a holder's tokens and scope. Raises KeyError if the holder is not in the index."""
         node = self._ends[holder]
         edges = [node.edge]
         while node.parent is not None:
@@ -83,7 +84,7 @@ class PrefixIndex(Generic[Holder]):
         return tuple(chain.from_iterable(reversed(edges))), node.scope
 
     def matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Yield each holder of the scope that shares a prefix with `tokens`, and the prefix's length, longest first.
+        """Yield each holder in the scope that shares a prefix with `tokens`, with the prefix length, longest first.
 
         The tree must not change during the iteration.
         """
@@ -94,7 +95,7 @@ class PrefixIndex(Generic[Holder]):
             below = node
 
     def whole_matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Yield each holder of the scope whose tokens are a prefix of `tokens`, and its length, the longest first."""
+        """Yield each holder in the scope whose tokens are a prefix of `tokens`, with its length, longest first."""
         path = self._walk(tuple(tokens), scope)
         starts = [0, *(length for _, length in path)]
         for (node, length), start in zip(reversed(path), reversed(starts[:-1]), strict=True):
@@ -105,7 +106,7 @@ class PrefixIndex(Generic[Holder]):
     def shared_by(
         self, holders: Iterable[Holder], tokens: Sequence[int], scope: Hashable = ""
     ) -> Iterator[tuple[Holder, int]]:
-        """Yield each of these holders that shares a prefix with `tokens`, and its length, in the given order."""
+        """Yield each given holder that shares a prefix with `tokens`, with the prefix length, in the given order."""
         lengths = {id(node): length for node, length in self._walk(tuple(tokens), scope)}
         for holder in holders:
             node = self._ends.get(holder)
@@ -115,22 +116,25 @@ class PrefixIndex(Generic[Holder]):
                 yield holder, lengths[id(node)]
 
     def of_scope(self, scope: Hashable) -> list[Holder]:
-        """Return all holders of the scope."""
+        """Return all holders in the scope."""
         root = self._roots.get(scope)
         return [] if root is None else list(_holders(root))
 
     def longest(self, tokens: Sequence[int], scope: Hashable = "") -> int:
-        """Return the length of the longest shared prefix, or 0."""
+        """Return the length of the longest prefix that any holder shares with `tokens`, or 0."""
         path = self._walk(tuple(tokens), scope)
         return path[-1][1] if path else 0
 
     def branches(self, tokens: Sequence[int], scope: Hashable = "", at_least: int = 1) -> list[int]:
-        """Return the lengths at which holders diverge from `tokens` or end, if `at_least` holders share the prefix."""
+        """Return the lengths at which holders diverge from `tokens` or end.
+
+        A length counts only if at least `at_least` holders share the prefix of this length.
+        """
         path = self._walk(tuple(tokens), scope)
         return [length for node, length in path if node.num_holders >= at_least]
 
     def _walk(self, tokens: Tokens, scope: Hashable) -> list[tuple[_Node[Holder], int]]:
-        """Return the nodes on the path of `tokens`, each with the number of tokens shared up to and including it."""
+        """Return the nodes on the path of `tokens`, each with the number of tokens that are shared up to its end."""
         path: list[tuple[_Node[Holder], int]] = []
         node, length = self._roots.get(scope), 0
         while node is not None and length < len(tokens):
@@ -146,7 +150,7 @@ class PrefixIndex(Generic[Holder]):
 
 
 def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Iterator[Holder]:
-    """Yield the holders in this node and below it, except below the child `without`."""
+    """Yield the holders in this node and its subtree, except in the subtree of the child `without`."""
     yield from node.ends
     levels = [iter(node.children.values())]
     while levels:
@@ -159,7 +163,10 @@ def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Itera
 
 
 def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> int:
-    """Return the length of the common prefix of `left` and `right[start:]`. For speed, compare slices first."""
+    """Return the length of the common prefix of `left` and `right[start:]`.
+
+    Slices are compared before single tokens, because this is faster.
+    """
     limit, done = min(len(left), len(right) - start), 0
     while done < limit:
         size = min(64, limit - done)
@@ -172,7 +179,7 @@ def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> 
 
 
 def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
-    """Insert a node for the first `length` tokens of an edge above `node`, and return the new node."""
+    """Insert a new node above `node` for the first `length` tokens of its edge, and return the new node."""
     assert node.parent is not None
     head = _Node(
         edge=node.edge[:length],

@@ -1,6 +1,6 @@
-"""Keep KV states and checkpoints in RAM, each within a quota of bytes, and the tokens of recent contexts by key.
+"""Keep KV states and checkpoints in RAM within byte quotas, and the tokens of recent contexts by key.
 
-When a quota is full, the least recently used entries are evicted.
+States and checkpoints have separate quotas. When a quota is full, its least recently used entries are evicted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ MAX_CONTEXT_TOKENS = 1 << 19  # tokens of all contexts together, mostly of promp
 
 @dataclass(eq=False, slots=True)
 class _Checkpoint:
-    """A state at an earlier length. Slots and saved states that were copied from each other share it."""
+    """A recurrent state at an earlier length.
+
+    Slots and saved states that were copied from each other share their checkpoints.
+    """
 
     num_tokens: int
     data: Any
@@ -36,14 +39,14 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """The lengths to which slots and saved states can be truncated, and the data that this requires.
+    """The lengths to which slots and saved states can be truncated, and the data needed for truncating them.
 
-    Only the engine thread may use it. Checkpoints are needed only for models whose states can't be truncated to any
-    length. A holder has at most one checkpoint per length.
+    Only the engine thread may use it, except for `lengths`. Checkpoints are needed only for models whose states can't
+    be truncated to arbitrary lengths. A holder has at most one checkpoint per length.
     """
 
     def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
-        """Limit all checkpoints together to `quota_bytes`. A quota of 0 disables checkpoints."""
+        """Limit the total size of all checkpoints to `quota_bytes`. A quota of 0 disables checkpoints."""
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self._memory = memory
@@ -57,7 +60,7 @@ class Checkpoints:
         return 0 < self.quota_bytes >= self._num_bytes
 
     def take(self, slot: int, num_tokens: int) -> None:
-        """Take a checkpoint of a slot that holds `num_tokens`, if it fits into the quota."""
+        """Take a checkpoint of a slot that contains `num_tokens` tokens, if it fits into the quota."""
         if not self.is_enabled or num_tokens in self._of.get(slot, ()):
             return
         try:
@@ -66,7 +69,7 @@ class Checkpoints:
             if self.is_enabled:
                 self._add(_Checkpoint(num_tokens, self._memory.checkpoint(slot)), slot)
         except Exception:  # out of memory, for example
-            log.exception("checkpoint not taken", slot=slot, detail="later requests compute its tokens again")
+            log.exception("checkpoint failed", slot=slot, detail="later requests compute its tokens again")
 
     def _make_room(self, num_bytes: int) -> None:
         while self._all and self.used_bytes + num_bytes > self.quota_bytes:
@@ -86,7 +89,7 @@ class Checkpoints:
             self._release(holder, checkpoint)
 
     def _release(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
-        """Remove a checkpoint from its holder, and drop the checkpoint if it has no other holder."""
+        """Remove a checkpoint from one of its holders. If it has no other holder, discard the checkpoint."""
         del self._of[holder][checkpoint.num_tokens]
         if not self._of[holder]:
             del self._of[holder]
@@ -96,11 +99,11 @@ class Checkpoints:
             self.used_bytes -= checkpoint.data.nbytes
 
     def longest(self, holder: Hashable, up_to: int) -> int:
-        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint, or else 0."""
+        """Return the largest length, up to `up_to` tokens, at which the holder has a checkpoint, or 0."""
         return max((length for length in self._of.get(holder, ()) if length <= up_to), default=0)
 
     def at(self, holder: Hashable, num_tokens: int) -> Any | None:
-        """Return the data for truncating the holder to this length, or None if there is no checkpoint."""
+        """Return the data for truncating the holder to this length, or None if it has no checkpoint there."""
         checkpoint = self._of.get(holder, {}).get(num_tokens)
         if checkpoint is None:
             return None
@@ -108,16 +111,16 @@ class Checkpoints:
         return checkpoint.data
 
     def inherit(self, target: Hashable, source: Hashable, num_tokens: int) -> None:
-        """Share the checkpoints of `source` up to `num_tokens` with `target`.
+        """Share the checkpoints of `source` up to `num_tokens` tokens with `target`.
 
-        `target` must have the same tokens up to this length, and no checkpoints.
+        `target` must have the same tokens as `source` up to this length, and no checkpoints.
         """
         for length, checkpoint in self._of.get(source, {}).items():
             if length <= num_tokens:
                 self._hold(target, checkpoint)
 
     def of(self, holder: Hashable) -> dict[int, Any]:
-        """Return the holder's checkpoints by length."""
+        """Return the data of the holder's checkpoints, keyed by length."""
         return {length: checkpoint.data for length, checkpoint in self._of.get(holder, {}).items()}
 
     def lengths(self, holder: Hashable) -> list[int]:
@@ -142,7 +145,7 @@ class Checkpoints:
                 self._hold(target, checkpoint)
 
     def cut(self, holder: Hashable, num_tokens: int) -> None:
-        """Drop the checkpoints beyond the first `num_tokens` tokens of the holder, which has been truncated."""
+        """Discard the checkpoints of a truncated holder beyond its first `num_tokens` tokens."""
         for length, checkpoint in list(self._of.get(holder, {}).items()):
             if length > num_tokens:
                 self._release(holder, checkpoint)
@@ -150,7 +153,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class StateNote:
-    """Properties of a state that come from the sequence that computed it."""
+    """Properties of a state that depend on the sequence that computed it."""
 
     next_token: int | None = None  # token sampled after the state's tokens; together, they form the context with a key
     reuse_probability: float = CHAT_REUSE  # probability that a later request continues from the state
@@ -158,7 +161,7 @@ class StateNote:
 
 @dataclass(eq=False, slots=True)
 class SavedState:
-    """The cells of one slot, copied to RAM."""
+    """The cells of one slot that were copied to RAM."""
 
     tokens: Tokens
     first_cut: int  # smallest length to which it can be truncated without a checkpoint
@@ -184,7 +187,7 @@ class RamTier:
     """Owns the saved states. Only the engine thread may use it, except for the method `states`."""
 
     def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
-        """Limit all states together to `quota_bytes`. With 0, none are saved.
+        """Limit the total size of all states to `quota_bytes`. With 0, no states are saved.
 
         A saved state shares its slot's checkpoints.
         """
@@ -203,9 +206,9 @@ class RamTier:
         return len(self._states)
 
     def matches(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[SavedState, int]]:
-        """Yield up to MAX_MATCHES states that share a prefix with `tokens`, and the prefix's length, the longest first.
+        """Yield up to MAX_MATCHES states that share a prefix with `tokens`, each with the prefix length, longest first.
 
-        If states can't be truncated to any length, also yield all states whose tokens are a prefix of `tokens`.
+        If states can't be truncated to arbitrary lengths, also yield all states whose tokens are a prefix of `tokens`.
         """
         first = islice(self._index.matches(tokens, scope), MAX_MATCHES)
         if self._memory.first_saved_cut(self._memory.ctx_per_slot) == 0:
@@ -213,13 +216,13 @@ class RamTier:
         return merge(first, self._index.whole_matches(tokens, scope), key=lambda match: -match[1])
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
-        """Copy the cells of a slot, which hold `tokens`, unless a copy exists or would not fit into the quota."""
+        """Copy a slot's cells, which contain `tokens`, unless a copy already exists or would not fit into the quota."""
         if self._has(tokens, scope):
             return
         try:
             self._save(slot, tokens, scope, note or StateNote())
         except Exception:  # out of memory, for example
-            log.exception("KV state not saved to RAM", slot=slot, detail="its tokens are computed again when needed")
+            log.exception("KV state copy failed", slot=slot, detail="its tokens are computed again when needed")
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote) -> None:
         size = self._memory.state_bytes(slot)
@@ -238,7 +241,7 @@ class RamTier:
             self.on_saved(state)
 
     def adopt(self, state: SavedState, checkpoints: Mapping[int, Any]) -> None:
-        """Add a state that was read from disk, and its checkpoints, under the same conditions as `save`."""
+        """Add a state that was read from disk, with its checkpoints, under the same conditions as `save`."""
         if self._has(state.tokens, state.scope) or state.num_bytes > self.quota_bytes - self.reserved_bytes:
             return
         self._make_room(state.num_bytes)
@@ -252,7 +255,7 @@ class RamTier:
         self._index.insert(state, state.tokens, state.scope)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve a part of the quota for a file that will be read. Return False if the quota is too small."""
+        """Reserve part of the quota for a file that will be read. Return False if the quota is too small."""
         if num_bytes > self.quota_bytes - self.reserved_bytes:
             return False
         self._make_room(num_bytes)
@@ -260,7 +263,7 @@ class RamTier:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Release a reservation."""
+        """Release a reservation of this many bytes."""
         self.reserved_bytes -= num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
@@ -270,11 +273,11 @@ class RamTier:
             self.num_evictions += 1
 
     def checkpoints_of(self, state: SavedState) -> dict[int, Any]:
-        """Return the checkpoints of a state by length."""
+        """Return the data of a state's checkpoints, keyed by length."""
         return self._checkpoints.of(state)
 
     def states(self) -> list[SavedState]:
-        """Return all states, the least recently used first. Any thread may call this."""
+        """Return all states, least recently used first. Any thread may call this method."""
         return list(self._states)
 
     def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
@@ -282,7 +285,7 @@ class RamTier:
         return shared == len(tokens)
 
     def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
-        """Drop states that a longer state makes redundant, such as the earlier turns of a conversation."""
+        """Discard states that a longer state makes redundant, such as earlier turns of a conversation."""
         first_cut = self._memory.first_saved_cut(len(tokens))
         for state, length in list(self._index.whole_matches(tokens, scope)):
             if length >= first_cut:
@@ -294,7 +297,7 @@ class RamTier:
             self._states.move_to_end(state)
 
     def forget(self, state: SavedState) -> None:
-        """Drop a state. Calling it again has no effect."""
+        """Discard a state. Calling this method again has no effect."""
         if state in self._states:
             del self._states[state]
             self.used_bytes -= state.num_bytes
@@ -302,20 +305,20 @@ class RamTier:
             self._checkpoints.cut(state, 0)
 
     def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
-        """Return the lengths at which saved tokens diverge from `tokens`, or end."""
+        """Return the lengths at which the tokens of saved states diverge from `tokens` or end."""
         return self._index.branches(tokens, scope)
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drop all states of a scope."""
+        """Discard all states of a scope."""
         for state in self._index.of_scope(scope):
             self.forget(state)
 
 
 class RecentContexts:
-    """Stores the contexts that finished last.
+    """Stores the most recently finished contexts.
 
     A request can continue such a context by its key, without sending its tokens. One thread adds contexts. Any thread
-    may look up a context, which includes computing the required keys.
+    may look up contexts, which includes computing the required keys.
     """
 
     def __init__(self) -> None:
@@ -323,14 +326,14 @@ class RecentContexts:
         self._num_tokens = 0
 
     def add(self, context: Context) -> None:
-        """Add a context, and drop the oldest contexts that exceed the limits."""
+        """Add a context and drop the oldest contexts if the limits are exceeded."""
         self._contexts.append(context)
         self._num_tokens += len(context)
         while len(self._contexts) > MAX_CONTEXTS or (self._num_tokens > MAX_CONTEXT_TOKENS and len(self._contexts) > 1):
             self._num_tokens -= len(self._contexts.popleft())
 
     def find(self, key: str, seed: bytes) -> tuple[int, ...] | None:
-        """Return the tokens of the context with this key and this seed, or None."""
+        """Return the tokens of the context with this key and seed, or None."""
         for context in reversed(list(self._contexts)):  # a copy, because the owner may add contexts at the same time
             if context.key == key and context.seed == seed:
                 return context.tokens

@@ -1,4 +1,4 @@
-"""Inspect and clean a directory of states in a child process of `cellama cache`, which must not import the engine.
+"""Inspect and clean up a state directory in a child process of `cellama cache`, which must not import the engine.
 
 `python -m cellama.engine.kvstore` reads one JSON object from stdin: `do` (list, info, clear, pin or unpin), `folder`,
 `keys` (complete keys or their first digits), `scope` and `pinned`. It writes `{"result": …}` or `{"error": …}` to
@@ -22,7 +22,7 @@ MIN_DIGITS = 8  # digits of a key prefix: among 10,000 states, two keys share th
 
 
 def main() -> int:
-    """Run one command, and return the exit code."""
+    """Run one command and return the exit code."""
     request = json.load(sys.stdin)
     try:
         # No command writes a state, so the quota is not used.
@@ -72,9 +72,9 @@ def _info(directory: StateDirectory, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clear(directory: StateDirectory, request: dict[str, Any]) -> dict[str, int]:
-    """Remove the states with the given keys, the states of the given scope, or all states.
+    """Remove the states with the given keys, the states in the given scope, or all states.
 
-    Pinned states are removed only if they are named by key, or if `pinned` is true.
+    Pinned states are removed only if their keys are given, or if `pinned` is true.
     """
     if request["keys"]:
         paths = [path for key in _complete_keys(directory, request["keys"]) for path in directory.find(key)]
@@ -99,7 +99,10 @@ def _unpin(directory: StateDirectory, request: dict[str, Any]) -> dict[str, bool
 
 
 def _complete_keys(directory: StateDirectory, prefixes: list[str]) -> list[str]:
-    """Return the key that starts with each prefix. Raises ValueError unless exactly one key matches each prefix."""
+    """Return the complete key for each prefix.
+
+    Raises ValueError if a prefix matches no key, or more than one key.
+    """
     known = {file.key for file in directory.states()}
     found = []
     for prefix in prefixes:

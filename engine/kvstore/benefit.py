@@ -1,8 +1,8 @@
-"""Decides which states are read and written, based on the seconds that a state on disk saves.
+"""Decides which states are read and written, based on the time that a state on disk saves.
 
-A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is above
-zero. The expected saving is the saving of one read, multiplied by the probability that a later request continues from
-the state. All functions in this module are pure.
+A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is greater
+than zero. The expected saving is the time that one read saves, multiplied by the probability that a later request
+continues from the state. All functions in this module are pure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OTHER_REUSE = 0.1
 
 
 def reuse_probability(*, is_prefill: bool, has_shared: bool, is_chat: bool) -> float:
-    """Return the probability that a later request continues from the state of a finished request."""
+    """Return the probability that a later request will continue from a finished request's state."""
     if is_prefill:
         return PREFILL_REUSE
     if has_shared:
@@ -29,23 +29,29 @@ def reuse_probability(*, is_prefill: bool, has_shared: bool, is_chat: bool) -> f
 
 
 def saved_s(num_tokens: int, num_bytes: int, prefill_tokens_per_s: float, read_bytes_per_s: float) -> float:
-    """Return the seconds that reading a file saves over computing its tokens, negative if computing is faster."""
+    """Return the seconds saved by reading a file instead of computing its tokens.
+
+    The result is negative if computing the tokens is faster.
+    """
     return num_tokens / prefill_tokens_per_s - MARGIN * (OPEN_S + num_bytes / read_bytes_per_s)
 
 
 class RunningRate:
-    """A running mean of units per second that starts from an estimate. One thread adds to it, and any may read it."""
+    """A running mean of units per second that starts with an estimate.
+
+    One thread adds measurements, and any thread may read the mean.
+    """
 
     def __init__(self, initial_per_s: float, initial_units: float, memory_units: float) -> None:
-        """Start with `initial_per_s`, which counts like a measurement of `initial_units`.
+        """Start with the rate `initial_per_s`, which is weighted like a measurement of `initial_units` units.
 
-        The weight of a measurement is halved after about every `memory_units / 2` further units.
+        A measurement's weight is halved about every `memory_units / 2` units.
         """
         self._units, self._seconds = float(initial_units), initial_units / initial_per_s
         self._memory_units = memory_units
 
     def add(self, num_units: float, seconds: float) -> None:
-        """Add a measurement."""
+        """Add a measurement of `num_units` units in this many seconds."""
         self._units += num_units
         self._seconds += max(seconds, 1e-9)
         if self._units > self._memory_units:

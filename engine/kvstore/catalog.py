@@ -1,4 +1,4 @@
-"""An in-memory index of one identity's states. It follows the changes that all processes make in the directory."""
+"""An in-memory index of one identity's states. It follows the changes that any process makes in the directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCAN_TIMEOUT_S = 0.1  # seconds that a request waits for another thread's scan b
 class StateCatalog:
     """The index of one identity's directory. Any thread may use it.
 
-    The lock guards the index, and is not held during I/O.
+    The lock protects the index and is not held during I/O.
     """
 
     def __init__(self, directory: Path, counters: StoreCounters) -> None:
@@ -40,18 +40,21 @@ class StateCatalog:
 
     @property
     def max_file_bytes(self) -> int:
-        """Size of the largest known file in bytes."""
+        """The size of the largest known file in bytes."""
         with self._lock:
             return max((head.num_bytes for head in self._heads.values()), default=0)
 
     def path_of(self, key: str) -> Path:
-        """Return the path of the state with this key, whether or not the file exists."""
+        """Return the path of the state with this key, even if the file doesn't exist."""
         return self.directory / f"{key}{STATE}"
 
     # Searching
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest usable prefix of the tokens, and the smallest if several files have it."""
+        """Return the file with the longest usable prefix of the tokens.
+
+        If several files contain the prefix, return the smallest.
+        """
         if not self._heads and self._is_up_to_date():
             return None
         self.refresh()
@@ -60,15 +63,15 @@ class StateCatalog:
         return longest_match(self._group_of(blocks), ids, blocks)
 
     def get(self, key: str) -> StateHead | None:
-        """Return the header of the file with this key."""
+        """Return the header of the file with this key, or None if the file doesn't exist."""
         self.refresh()
         with self._lock:
             return self._heads.get(key)
 
     def replaced_by(self, state: StoredState, num_bytes: int) -> list[str]:
-        """Return the keys of shorter states that are redundant once this state has a file of `num_bytes`.
+        """Return the keys of shorter states that become redundant when this state is written as a file of `num_bytes`.
 
-        A shorter state is redundant if the longer one can be truncated to it and is not much larger.
+        A shorter state is redundant if the longer state can be truncated to it and is not much larger.
         """
         ids = as_array(state.tokens)
         blocks, lengths = block_keys(state.seed, ids), sorted(state.checkpoints)
@@ -87,14 +90,17 @@ class StateCatalog:
     # The index
 
     def add(self, head: StateHead) -> None:
-        """Add a state to the index. A state shorter than a block never matches, because computing it is faster."""
+        """Add a state to the index.
+
+        A state that is shorter than a block never matches, because computing its tokens is faster.
+        """
         with self._lock:
             self._heads[head.key] = head
             if head.blocks:
                 self._groups.setdefault(head.blocks[0], {})[head.key] = head
 
     def remove(self, key: str) -> None:
-        """Remove a state from the index. Calling it again has no effect."""
+        """Remove a state from the index. Calling this method again has no effect."""
         with self._lock:
             head = self._heads.pop(key, None)
             if head is not None and head.blocks:
@@ -104,14 +110,17 @@ class StateCatalog:
                     del self._groups[head.blocks[0]]
 
     def reject(self, key: str) -> None:
-        """Remove a state from the index, and do not read its file again while the file exists."""
+        """Remove a state from the index, and don't read its file again while the file exists."""
         self._bad.add(key)
         self.remove(key)
 
     # Following the directory
 
     def refresh(self) -> None:
-        """Read the headers of new files, or return after SCAN_TIMEOUT_S if another thread is still reading them."""
+        """Read the headers of new files.
+
+        If another thread is already reading them, wait for it for at most SCAN_TIMEOUT_S.
+        """
         if self._is_up_to_date() or not self._scan_lock.acquire(timeout=SCAN_TIMEOUT_S):
             return
         try:
@@ -148,11 +157,12 @@ class StateCatalog:
 
 
 def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[bytes]) -> StateMatch | None:
-    """Return the longest usable prefix of `tokens`, and the smallest file if several are equally long.
+    """Return the match with the longest usable prefix of `tokens`, or None.
 
-    `blocks` are the block keys of `tokens`. A block key identifies all tokens up to the end of the block, the adapters
-    and the scope. Comparing one block key therefore excludes a state whose prefix can't be longer than the best match,
-    and only a few states are compared token by token. This function is pure.
+    If several files have equally long prefixes, the smallest file is returned. `blocks` contains the block keys of
+    `tokens`. A block key identifies all tokens up to the end of the block, the adapters and the scope. Comparing a
+    single block key is therefore enough to exclude a state whose prefix can't be longer than the best match. Only a few
+    states are compared token by token. This function is pure.
     """
     best: StateMatch | None = None
     for head in heads:
@@ -174,7 +184,7 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
 
 
 def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], num_equal: int) -> int:
-    """Return the length of the common prefix in tokens, given that the first `num_equal` blocks are equal."""
+    """Return the length of the common prefix in tokens. The first `num_equal` blocks are already known to be equal."""
     num_blocks = min(len(blocks), len(head.blocks))
     while num_equal < num_blocks and head.blocks[num_equal] == blocks[num_equal]:
         num_equal += 1
@@ -185,7 +195,7 @@ def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], num_eq
 
 
 def _is_proper_prefix(head: StateHead, tokens: array[int], blocks: list[bytes]) -> bool:
-    """Return whether `tokens` start with all tokens of the header and continue after them."""
+    """Return whether the header's tokens are a prefix of `tokens` and shorter than `tokens`."""
     depth, count = len(head.blocks), len(head.tokens)
     if count >= len(tokens) or head.blocks[depth - 1] != blocks[depth - 1]:
         return False
@@ -193,7 +203,10 @@ def _is_proper_prefix(head: StateHead, tokens: array[int], blocks: list[bytes]) 
 
 
 def _names_in(directory: Path) -> list[str]:
-    """List a directory without updating its access time, because that update waits for the fsync of other files."""
+    """List a directory without updating its access time.
+
+    The update would have to wait for the fsync of other files.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_NOATIME", 0))
     try:
         return os.listdir(descriptor)
@@ -202,7 +215,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _modified_ns(directory: Path) -> int:
-    """Return the modification time in nanoseconds, or -1 if the directory does not exist."""
+    """Return the directory's modification time in nanoseconds, or -1 if the directory doesn't exist."""
     try:
         return directory.stat().st_mtime_ns
     except (OSError, ValueError):  # a null byte in a path is a ValueError

@@ -1,12 +1,12 @@
-"""A directory of states that models and processes share: names, locks, pins, the quota, and files of dead writers.
+"""A state directory that models and processes share: names, locks, pins, the quota, and files of dead writers.
 
     `ROOT/.lock` is held (flock) by the process that changes which files exist.
     `ROOT/<identity>/<key>.kv` is a state. Its modification time is the time of its last use.
     `ROOT/<identity>/<key>.pin` is an empty file that excludes the state from eviction.
     `ROOT/<identity>/.<hex>.tmp` is an unfinished file, locked as long as its writer is alive.
 
-No thread owns anything in this module. Processes coordinate only through the lock file, even across machines if the
-file system supports flock.
+The objects in this module are not owned by any thread. Processes coordinate only through the lock file. If the file
+system supports flock across machines, they can also run on different machines.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp\Z")
 
 
 class DirectoryFull(Exception):
-    """The quota is too small for the new file together with pinned and unfinished files."""
+    """Raised if the quota is too small for the new file together with the pinned and unfinished files."""
 
 
 @dataclass(slots=True)
 class UnfinishedFile:
-    """A file that is being written. It is locked until it is closed, and its full size already counts as used."""
+    """A file that is being written.
+
+    The file is locked until it is closed. Its final size counts as used from the start.
+    """
 
     path: Path
     descriptor: int
 
     def publish(self, key: str) -> Path:
-        """Sync the file and rename it to its key, so that other processes see only complete files."""
+        """Sync the file and rename it to its key, so other processes see only complete files."""
         target = self.path.with_name(key + STATE)
         os.fsync(self.descriptor)
         os.replace(self.path, target)
@@ -52,14 +55,17 @@ class UnfinishedFile:
         return target
 
     def close(self) -> None:
-        """Remove the file, unless it has been published."""
+        """Remove the file unless it has been published."""
         with contextlib.suppress(OSError):
             self.path.unlink()
         os.close(self.descriptor)
 
 
 class StateDirectory:
-    """Manages the files that processes share. Any thread may use it. Methods raise the file system's OSError."""
+    """Manages the files that processes share. Any thread may use it.
+
+    The methods raise OSError if the file system reports an error.
+    """
 
     def __init__(self, root: Path, quota_bytes: int) -> None:
         self.root = root
@@ -67,11 +73,11 @@ class StateDirectory:
         self.num_evictions = 0  # files that this object removed because of the quota
 
     def directory_of(self, identity: bytes) -> Path:
-        """Return the directory with the files of an identity, which may not exist yet."""
+        """Return the directory for an identity's files, which may not exist yet."""
         return self.root / sha256(identity).hexdigest()
 
     def prepare(self, directory: Path) -> None:
-        """Create the directories, remove files of dead writers, and evict states that exceed the quota.
+        """Create the directories, remove the files of dead writers, and evict states that exceed the quota.
 
         Raises PermissionError if other users can change files in the directory.
         """
@@ -89,7 +95,7 @@ class StateDirectory:
     # Files
 
     def states(self) -> list[StoredFile]:
-        """Return the states of all identities, the least recently used first.
+        """Return the states of all identities, least recently used first.
 
         Other processes may add and remove files at the same time.
         """
@@ -97,9 +103,9 @@ class StateDirectory:
         return sorted(found, key=lambda file: (file.last_used, file.path))
 
     def create(self, directory: Path, num_bytes: int) -> UnfinishedFile:
-        """Create a file of `num_bytes`, and evict older states to keep the quota. Raises DirectoryFull.
+        """Create a file of `num_bytes` bytes, and evict older states if the quota requires it. Raises DirectoryFull.
 
-        The file has its full length from the start. Every process counts this length, so the quota is never exceeded.
+        The file has its final size from the start. All processes count this size, so the quota is never exceeded.
         """
         with self.locked():
             self._evict(num_bytes)
@@ -125,7 +131,7 @@ class StateDirectory:
         return bool(paths)
 
     def unpin(self, key: str) -> bool:
-        """Allow a state to be evicted again. Return False if it was not pinned."""
+        """Allow the eviction of a pinned state. Return False if the state was not pinned."""
         found = False
         for path in self.find(key):
             with contextlib.suppress(FileNotFoundError):
@@ -134,7 +140,10 @@ class StateDirectory:
         return found
 
     def find(self, key: str) -> list[Path]:
-        """Return the files with this key, at most one per identity. Raises ValueError if the text is not a key."""
+        """Return the files with this key, at most one per identity.
+
+        Raises ValueError if the text is not a key.
+        """
         if not is_key(key):
             raise ValueError(f"{key[:80]!r} is not a key; a key has 64 hex digits")
         paths = (directory / f"{key}{STATE}" for directory in self._directories())
@@ -149,16 +158,16 @@ class StateDirectory:
             return sum(map(_remove, paths))
 
     def _evict(self, new_bytes: int) -> None:
-        """Remove states until `new_bytes` fit into the quota. The caller holds the lock."""
+        """Remove states until `new_bytes` more bytes fit into the quota. The caller must hold the lock."""
         unfinished_bytes = sum(_sweep(directory) for directory in self._directories())
         for file in files_to_evict(self.states(), self.quota_bytes, unfinished_bytes, new_bytes):
             self.num_evictions += _remove(file.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the directory.
+        """Hold the directory's lock during the `with` block.
 
-        Raises TimeoutError if another process or thread holds it for longer than LOCK_TIMEOUT_S.
+        Raises TimeoutError if another process or thread holds the lock for longer than LOCK_TIMEOUT_S.
         """
         path = self.root / ".lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -185,10 +194,11 @@ class StateDirectory:
 def files_to_evict(
     files: Sequence[StoredFile], quota_bytes: int, unfinished_bytes: int, new_bytes: int
 ) -> list[StoredFile]:
-    """Return the files to remove before a file of `new_bytes` is created. 0 stands for no new file.
+    """Return the files that must be removed before a file of `new_bytes` bytes is created.
 
-    `files` are sorted by their last use, the oldest first. Pinned files stay. Files larger than the quota are removed
-    first, because they can't be read. Raises DirectoryFull. This function is pure.
+    If `new_bytes` is 0, no file will be created. `files` must be sorted by last use, least recently used first. Pinned
+    files are never removed. Files larger than the quota are removed first, because they can't be read. Raises
+    DirectoryFull. This function is pure.
     """
     if new_bytes > quota_bytes:
         raise DirectoryFull(f"a file of {new_bytes} bytes exceeds the quota of {quota_bytes} bytes")
@@ -199,12 +209,12 @@ def files_to_evict(
             evicted.append(file)
             excess -= file.num_bytes
     if excess > 0 and new_bytes:
-        raise DirectoryFull(f"pinned and unfinished files leave no room for the new file: {excess} bytes are missing")
+        raise DirectoryFull(f"pinned and unfinished files leave too little space: {excess} bytes are missing")
     return evicted
 
 
 def touch(path: Path) -> None:
-    """Mark a state as the most recently used one, if the file system permits."""
+    """Mark a state as the most recently used one, if the file system allows it."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -215,7 +225,7 @@ def is_pinned(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a state and its pin. Return False if the state did not exist."""
+    """Remove a state and its pin. Return False if the state didn't exist."""
     with contextlib.suppress(FileNotFoundError):
         path.with_suffix(PIN).unlink()
     try:
@@ -239,7 +249,10 @@ def _states_in(directory: Path) -> Iterator[StoredFile]:
 
 
 def _sweep(directory: Path) -> int:
-    """Remove unfinished files of dead writers, and return the size of the others. The caller holds the lock."""
+    """Remove the unfinished files of dead writers, and return the total size of the others.
+
+    The caller must hold the lock.
+    """
     with contextlib.suppress(FileNotFoundError):
         return sum(_unfinished_size(directory / name) for name in os.listdir(directory) if _TEMPORARY.match(name))
     return 0

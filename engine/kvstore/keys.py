@@ -1,7 +1,7 @@
-"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. All functions here are pure.
+"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. All functions in this module are pure.
 
-The seed of the chain contains the weights, the adapters with their scales, and the scope. The same tokens therefore
-have different keys if any of these differ.
+The chain starts with a seed, which covers the weights, the adapters with their scales, and the scope. If any of these
+differ, the same tokens have different keys.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def is_key(text: str) -> bool:
-    """Return whether the text has 64 lower-case hex digits. Only keys may become part of a path."""
+    """Return whether the text consists of 64 lowercase hexadecimal digits.
+
+    Only valid keys may become part of a path.
+    """
     return _KEY.match(text) is not None
 
 
 def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) -> bytes:
-    """Return a 32-byte digest of the scope and of everything that cells depend on, except the tokens.
+    """Return a 32-byte digest of the scope and of everything else that determines the cells, except the tokens.
 
-    `adapters` are pairs of a fingerprint and a scale, in any order. Adapters are identified by fingerprint, because a
-    name can refer to other weights later.
+    `adapters` contains pairs of a fingerprint and a scale, in any order. Adapters are identified by their fingerprints,
+    because a name may refer to other weights later.
     """
     parts = [b"cellama kv seed 1", identity, scope.encode("utf-8", "surrogatepass")]
     for fingerprint, scale in sorted((name, float(scale) + 0.0) for name, scale in adapters):
@@ -36,7 +39,10 @@ def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) 
 
 
 def as_array(tokens: Sequence[int]) -> array[int]:
-    """Return token ids as an array of type "I", without copying arrays. Raises ValueError if an id is out of range."""
+    """Return the token ids as an array of type "I". An array of this type is returned without copying it.
+
+    Raises ValueError if an id is out of range.
+    """
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     try:
@@ -46,22 +52,25 @@ def as_array(tokens: Sequence[int]) -> array[int]:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as packed uint32. Raises ValueError if an id is out of range."""
+    """Return the token ids as packed uint32 values. Raises ValueError if an id is out of range."""
     return as_array(tokens).tobytes()
 
 
 def block_keys(seed: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Return one digest per full block, over this block and all blocks before it. A partial last block has none."""
+    """Return one digest for each full block, which covers this block and all blocks before it.
+
+    An incomplete last block has no digest.
+    """
     return _chain(seed, pack_tokens(tokens))
 
 
 def key_of(seed: bytes, tokens: Sequence[int]) -> str:
-    """Return the key of a context, which has 64 hexadecimal digits."""
+    """Return the key of a context, which consists of 64 hexadecimal digits."""
     return key_and_blocks(seed, pack_tokens(tokens))[0]
 
 
 def key_and_blocks(seed: bytes, packed: bytes) -> tuple[str, list[bytes]]:
-    """Return the key and the block keys of a context whose tokens are packed."""
+    """Return the key and the block keys of a context, given its packed tokens."""
     chain = _chain(seed, packed)
     last = sha256(b"end")  # so that a key never equals the digest of a block
     last.update(chain[-1] if chain else seed)

@@ -35,7 +35,10 @@ OnLoaded = Callable[[StoredState | None], None]
 
 
 class StateReader:
-    """Reads states one after another, and calls `on_loaded` exactly once per request, with None for a miss."""
+    """Reads states one after another.
+
+    `on_loaded` is called exactly once for each requested state, with None if the file has no usable state.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,10 @@ class StateReader:
         warm_bytes: int,
         on_used: Callable[[str], object],
     ) -> None:
-        """Prepare up to `warm_bytes` of memory for future reads. Call `on_used` with the key of each file read."""
+        """Prepare up to `warm_bytes` bytes of memory for future reads.
+
+        `on_used` is called with the key of each file that has been read.
+        """
         self._directory, self._catalog, self._counters, self._on_used = directory, catalog, counters, on_used
         self.rate = RunningRate(INITIAL_RATE, INITIAL_RATE_BYTES, RATE_MEMORY_BYTES)  # bytes/s
         self.memory = WarmMemory(warm_bytes)
@@ -58,14 +64,14 @@ class StateReader:
         self._thread.start()
 
     def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
-        """Queue a state to be read."""
+        """Queue a state for reading."""
         if self._is_closed:
             on_loaded(None)
         else:
             self._requests.put((match, on_loaded))
 
     def close(self) -> None:
-        """Finish the current read, answer the queued requests with None, and stop the thread."""
+        """Finish the current read, answer all queued requests with None, and stop the thread."""
         self._is_closed = True
         self._requests.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -75,7 +81,7 @@ class StateReader:
             self._catalog.refresh()  # so that the first request does not wait for the scan
             self.memory.expect(self._catalog.max_file_bytes)
         except Exception:  # the boundary of the thread
-            log.exception("KV state directory not scanned")
+            log.exception("KV state directory scan failed")
         self._warm_memory()
         while True:
             try:
@@ -93,21 +99,21 @@ class StateReader:
         try:
             state = None if self._is_closed else self._read(match)
         except Exception:  # the boundary of the thread
-            log.exception("KV state not read", detail="unexpected error; its tokens are computed")
+            log.exception("KV state read failed", detail="unexpected error; its tokens are computed")
         try:
             on_loaded(state)
         except Exception:
-            log.exception("KV state not handed over", detail="unexpected error in the engine")
+            log.exception("KV state handover failed", detail="unexpected error in the engine")
         if state is not None:
             self._on_used(match.head.key)
 
     def _warm_memory(self) -> None:
-        """Prepare buffers until there are enough, or until the engine or a request needs the time."""
+        """Prepare buffers until there are enough. Stop early if the engine is computing or a request is waiting."""
         try:
             while self.memory.needs_buffer and not self._has_work():
                 self.memory.add_buffer(must_stop=self._has_work)
         except Exception:  # out of memory, for example; the boundary of the thread
-            log.exception("memory preparation for KV states disabled", detail="the memory could not be allocated")
+            log.exception("memory preparation for KV states disabled", detail="the memory can't be allocated")
             self.memory = WarmMemory(0)
 
     def _has_work(self) -> bool:
@@ -130,17 +136,17 @@ class StateReader:
 
 
 class WarmMemory:
-    """Memory that was obtained from the operating system before a state is read into it.
+    """Memory that is requested from the operating system before states are read into it.
 
     Some virtual machines provide memory only when it is first touched. Touching 40 MB then takes up to 20 times as long
-    as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen. One thread uses
-    the methods. Any thread may read `num_bytes`.
+    as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen so far. Only one
+    thread calls the methods. Any thread may read `num_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Limit all buffers together to `max_bytes`.
+        """Limit the total size of all buffers to `max_bytes`.
 
-        There are none except on Linux, where unused parts can be returned.
+        Buffers are used only on Linux, where the unused part of a buffer can be returned to the system.
         """
         self._max_bytes = max_bytes if sys.platform == "linux" else 0
         self._buffer_bytes = 0
@@ -159,13 +165,13 @@ class WarmMemory:
         return 0 < self._buffer_bytes * (num_buffers + 1) <= self._max_bytes and num_buffers < MAX_BUFFERS
 
     def expect(self, num_bytes: int) -> None:
-        """Record that a state can have this size. Buffers that are too small for it are dropped."""
+        """Record that a state can have this size. Buffers that are too small for it are discarded."""
         if self._buffer_bytes < num_bytes <= self._max_bytes:
             self._buffer_bytes, self._buffers = num_bytes, []
             self._unfinished, self._touched = None, 0
 
     def take(self, num_bytes: int) -> mmap.mmap:
-        """Return memory of this size, from a prepared buffer if its size is suitable."""
+        """Return memory of this size. A prepared buffer is used if its size is suitable."""
         self.expect(num_bytes)
         if not self._buffers or not num_bytes <= self._buffer_bytes <= MAX_OVERSIZE * num_bytes:
             return new_memory(num_bytes)
@@ -174,7 +180,10 @@ class WarmMemory:
         return buffer
 
     def add_buffer(self, must_stop: Callable[[], bool]) -> None:
-        """Prepare another buffer until `must_stop` returns True. The next call continues with the same buffer."""
+        """Prepare another buffer. Stop early if `must_stop` returns True.
+
+        The next call continues with the same buffer.
+        """
         buffer = self._unfinished = self._unfinished or new_memory(self._buffer_bytes)
         with open("/dev/zero", "rb", buffering=0) as zeros:  # reading releases the GIL, unlike writing from Python
             while self._touched < len(buffer):

@@ -1,15 +1,16 @@
-"""The format of a file that contains a state (ADR 014). Every part is verified before its bytes are used.
+"""The format of state files (ADR 014). Every part of a file is verified before its bytes are used.
 
-1. The fixed part contains the magic number, version, length of the header, number of tokens, first cut, number of
-   parts, bytes of the scope, and seed.
-2. The tokens are one uint32 each, and the scope is UTF-8.
-3. The list of parts contains tokens, bytes and XXH3-128 of the cells, and then of each checkpoint.
-4. The digest is the SHA-256 of everything before it, and ends the header.
-5. The data consists of the bytes of the parts, up to the end of the file.
+1. The fixed part contains the magic number, the version, the header length, the number of tokens, the first cut, the
+   number of parts, the scope length, and the seed.
+2. The tokens are stored as one uint32 each, followed by the scope in UTF-8.
+3. The list of parts contains the number of tokens, the size in bytes and the XXH3-128 hash of the cells, followed by
+   the same values for each checkpoint.
+4. The digest at the end of the header is the SHA-256 hash of everything before it.
+5. The data consists of the parts' bytes, up to the end of the file.
 
-All numbers are little-endian, as on all supported processors. On one core, hashing 100 MB takes 3 ms with XXH3-128, and
-55 ms with SHA-256. XXH3-128 detects damage and mix-ups, but not forgery. An attacker who can forge a part can write
-into the directory anyway.
+All numbers are little-endian, as on all supported processors. On one core, hashing 100 MB takes 3 ms with XXH3-128 and
+55 ms with SHA-256. XXH3-128 detects damaged and swapped parts, but not forged ones. An attacker who can forge a part
+already has write access to the directory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ T = TypeVar("T")
 
 
 class UnusableFile(Exception):
-    """The file has no usable state."""
+    """Raised if the file has no usable state."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(miss.value)
@@ -66,15 +67,15 @@ class UnusableFile(Exception):
 
 
 def file_bytes(state: StoredState) -> int:
-    """Return the size of the file of a state in bytes."""
+    """Return the size in bytes of the file for this state."""
     return _head_bytes(len(state.tokens), len(_scope_of(state)), 1 + len(state.checkpoints)) + state.num_bytes
 
 
 def write_state(descriptor: int, state: StoredState, after_chunk: Callable[[], None]) -> StateHead:
-    """Write a state into an empty file, and return its header.
+    """Write a state to an empty file, and return its header.
 
-    The header is written last, so a partly written file has no header. `after_chunk` may raise an exception to abandon
-    the file. Raises ValueError if a token is not a uint32.
+    The header is written last, so a partially written file has no header. `after_chunk` may raise an exception to stop
+    writing. Raises ValueError if a token is not a uint32.
     """
     packed, scope = pack_tokens(state.tokens), _scope_of(state)
     head_bytes = _head_bytes(len(state.tokens), len(scope), 1 + len(state.checkpoints))
@@ -135,7 +136,10 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def new_memory(num_bytes: int) -> mmap.mmap:
-    """Return memory that Python does not clear, because clearing a `bytearray` of 1 GB holds the GIL for 0.3 s."""
+    """Return memory that is not cleared by Python.
+
+    Clearing a `bytearray` of 1 GB would hold the GIL for 0.3 s.
+    """
     data = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel has no huge pages
@@ -144,15 +148,15 @@ def new_memory(num_bytes: int) -> mmap.mmap:
 
 
 def read_head(path: Path) -> StateHead | Miss:
-    """Return the header of a file whose name is its key. All problems are returned as a Miss."""
+    """Return the header of a file whose name is its key, or a Miss if there is any problem."""
     return _read_file(path, lambda descriptor: _head_of(descriptor, path.stem))
 
 
 def read_state(path: Path, max_bytes: int, memory: Callable[[int], Buffer] = new_memory) -> StoredState | Miss:
-    """Return the verified state, in memory that only the caller uses and may change.
+    """Return the verified state, or a Miss if there is any problem.
 
-    All problems are returned as a Miss. A file of more than `max_bytes` is not read. `memory` allocates the memory for
-    the cells.
+    The state is in memory that only the caller uses and may change. Files of more than `max_bytes` bytes are not read.
+    `memory` allocates the memory for the cells.
     """
 
     def read(descriptor: int) -> StoredState:
@@ -232,7 +236,7 @@ def _head_of(descriptor: int, key: str) -> StateHead:
 
 
 def _are_parts(parts: tuple[StatePart, ...], count: int) -> bool:
-    """Return whether the cells cover all tokens and the checkpoints are sorted. The digest does not prove this."""
+    """Return whether the cells cover all tokens and the checkpoints are sorted. The digest doesn't guarantee this."""
     lengths = [part.num_tokens for part in parts[1:]]
     in_order = lengths == sorted(set(lengths)) and all(0 < length <= count for length in lengths)
     return bool(parts) and in_order and parts[0].num_tokens == count and all(part.num_bytes for part in parts)

@@ -16,9 +16,9 @@ from .keys import key_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredState:
-    """The cells of a context, in a format that does not depend on the number of slots. The bytes must not change.
+    """The cells of a context, in a format that doesn't depend on the number of slots. The bytes must not change.
 
-    The state can be truncated to any length from `first_cut` on, and to the lengths of its checkpoints.
+    The state can be truncated to any length of at least `first_cut` tokens, and to the lengths of its checkpoints.
     """
 
     seed: bytes = field(repr=False)
@@ -30,18 +30,21 @@ class StoredState:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of the cells and the checkpoints."""
+        """The total size of the cells and the checkpoints in bytes."""
         return sum(memoryview(part).nbytes for part in (self.data, *self.checkpoints.values()))
 
     @property
     def key(self) -> str:
-        """The key of the context. Each access computes it, which is too slow for the engine thread."""
+        """The key of the context.
+
+        The key is computed on each access, which is too slow for the engine thread.
+        """
         return key_of(self.seed, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePart:
-    """One part of a file: the cells or a checkpoint."""
+    """A part of a file: the cells or a checkpoint."""
 
     num_tokens: int
     num_bytes: int
@@ -49,7 +52,7 @@ class StatePart:
 
 
 def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequence[int]) -> int:
-    """Return the largest length, up to `num_shared` tokens, to which a state can be truncated, or else 0."""
+    """Return the largest length, up to `num_shared` tokens, to which a state can be truncated, or 0."""
     whole = min(num_shared, num_tokens)
     if whole and whole >= first_cut:
         return whole
@@ -58,7 +61,7 @@ def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateHead:
-    """The header of a file, after its digest and its key have been verified."""
+    """The header of a file whose digest and key have been verified."""
 
     key: str
     seed: bytes
@@ -75,13 +78,13 @@ class StateHead:
         return tuple(part.num_tokens for part in self.parts[1:])
 
     def usable(self, num_shared: int) -> int:
-        """Return the largest length, up to `num_shared` tokens, to which the state can be truncated, or else 0."""
+        """Return the largest length, up to `num_shared` tokens, to which the state can be truncated, or 0."""
         return usable(num_shared, len(self.tokens), self.first_cut, self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file with a state, as its name and the file system describe it."""
+    """A file that contains a state, as described by its name and the file system."""
 
     path: Path
     num_bytes: int
@@ -105,7 +108,10 @@ class StateMatch:
     num_shared: int
 
     def usable(self, up_to: int) -> int:
-        """Return the longest shared prefix of at most `up_to` tokens to which the state can be truncated, or 0."""
+        """Return the length of the longest usable prefix, up to `up_to` tokens, or 0.
+
+        A prefix is usable if the request shares it and the state can be truncated to it.
+        """
         return self.head.usable(min(up_to, self.num_shared))
 
     @property
@@ -125,7 +131,7 @@ class Miss(StrEnum):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counts of reads, writes and evictions since the store was opened. Any thread may use it."""
+    """The numbers of reads, writes and evictions since the store was opened. Any thread may use it."""
 
     hits: int = 0  # states that were read, verified and handed over
     misses: int = 0  # files without a usable state
@@ -137,7 +143,7 @@ class StoreCounters:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: int) -> None:
-        """Add numbers to the counters with these names."""
+        """Add these numbers to the counters with the same names."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)

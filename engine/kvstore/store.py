@@ -1,4 +1,4 @@
-"""Finds, reads and writes the KV states of one model in a directory (ADR 014)."""
+"""Finds, reads and writes one model's KV states in a directory (ADR 014)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WARM_BYTES = 128 << 20
 
 
 class StateStore:
-    """The states of one identity, in a directory that other models and processes share. Any thread may use it.
+    """The states of one identity, in a directory shared with other models and processes. Any thread may use it.
 
-    Calls do not wait for the disk, except for `flush`, `close`, and a search (`longest`, `context`) after the directory
-    has changed. Problems with the directory raise no exceptions. They cause misses and drops, which are counted.
+    Calls don't wait for the disk, except for `flush`, `close`, and a search (`longest`, `context`) after the directory
+    has changed. Problems with the directory don't raise exceptions. They cause misses and drops, which are counted.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class StateStore:
         queue_bytes: int = QUEUE_BYTES,
         warm_bytes: int = WARM_BYTES,
     ) -> None:
-        """Open the directory, and start the threads that read and write.
+        """Open the directory and start the reader and writer threads.
 
-        States that wait to be written occupy at most `queue_bytes` of memory, or one state if that is larger. Up to
+        States waiting to be written occupy at most `queue_bytes` of memory, unless a single state is larger. Up to
         `warm_bytes` of memory are prepared for future reads.
         """
         self.directory = StateDirectory(root, quota_bytes)
@@ -49,36 +49,43 @@ class StateStore:
     # Reading
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """Return the file with the longest usable prefix of the tokens, and the smallest if several files have it."""
+        """Return the file with the longest usable prefix of the tokens.
+
+        If several files contain the prefix, return the smallest.
+        """
         return self._catalog.longest(seed, tokens)
 
     def context(self, key: str) -> tuple[bytes, array[int]] | None:
-        """Return the seed and the tokens of the file with this key.
+        """Return the seed and the tokens of the file with this key, or None if the file doesn't exist.
 
-        The caller must compute the key of these tokens with the seed of its own scope, and compare it with `key`.
+        The caller must compute the key of these tokens with the seed of its own scope, and compare the result with
+        `key`.
         """
         head = self._catalog.get(key)
         return (head.seed, head.tokens) if head else None
 
     def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
-        """Read and verify a state. The reading thread calls `on_loaded` once, with None for a miss."""
+        """Read and verify a state.
+
+        The reader thread calls `on_loaded` once, with None if the file has no usable state.
+        """
         self._reader.load(match, on_loaded)
 
     @property
     def read_rate(self) -> float:
         """The rate in bytes per second at which states are read and verified.
 
-        It is an estimate until a file has been read.
+        Until a file has been read, the rate is an estimate.
         """
         return self._reader.rate.per_s
 
     # Writing
 
     def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
-        """Queue a state. Return False if it is not accepted.
+        """Queue a state for writing. Return False if the queue doesn't accept it.
 
-        The writing thread calls `make`. Until then, the state occupies `num_bytes` of memory. `expected_saved_s` is its
-        expected saving in seconds. A state that the directory already has is not written.
+        The writer thread calls `make`. Until then, the state occupies `num_bytes` of memory. `expected_saved_s` is the
+        state's expected saving in seconds. A state that is already in the directory is not written again.
         """
         return not self._writer.is_suspended and self._queue.offer(make, expected_saved_s, num_bytes)
 
@@ -88,18 +95,18 @@ class StateStore:
         self._reader.is_busy = busy
 
     def note_saved(self, seconds: float) -> None:
-        """Record that a load saved the engine `seconds` of computing, which allows more writing."""
+        """Record that a load saved the engine `seconds` of computing time, which allows more states to be written."""
         self._queue.note_saved(seconds)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no state is waiting to be written or being written."""
+        """Whether no states are being written or waiting to be written."""
         return self._queue.is_idle
 
     def flush(self, deadline: float) -> int:
-        """Write the queued states even if the engine computes, until `deadline` (time.monotonic()).
+        """Write the queued states until `deadline` (time.monotonic()), even if the engine is computing.
 
-        Return the number of states written.
+        Return the number of states that were written.
         """
         return self._queue.flush(deadline)
 
@@ -107,21 +114,24 @@ class StateStore:
 
     @property
     def warm_bytes(self) -> int:
-        """The size in bytes of the memory that is prepared for future reads."""
+        """The size in bytes of the memory that has been prepared for future reads."""
         return self._reader.memory.num_bytes
 
     @property
     def used_bytes(self) -> int:
-        """The size in bytes of all states in the directory, including other models and processes, a few seconds ago."""
+        """The total size in bytes of all states in the directory, as measured a few seconds ago.
+
+        The states of other models and processes are included.
+        """
         return self._writer.used_bytes
 
     @property
     def quota_bytes(self) -> int:
-        """The limit of `used_bytes`."""
+        """The quota for `used_bytes`."""
         return self.directory.quota_bytes
 
     def close(self) -> None:
-        """Drop waiting states, answer loads with None, and stop the threads."""
+        """Drop the queued states, answer pending loads with None, and stop the threads."""
         self._queue.close()
         self._reader.close()
         self._writer.join()

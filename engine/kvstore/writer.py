@@ -1,11 +1,12 @@
-"""The thread that writes states, and the queue that decides which state it writes next, and when (ADR 014).
+"""The thread that writes states, and the queue that decides when each state is written (ADR 014).
 
-- The state with the largest expected saving is written first. If the waiting states exceed the memory limit, those
-  with the smallest saving are dropped, the oldest first if their savings are equal.
-- While the engine is idle, states are written immediately. The same applies to states that a caller of `flush` waits
-  for.
-- While the engine computes, a state is written only if there is credit, measured in seconds of a core. Credit grows
-  with time, and with each load that saved computing time. A write is charged when it is done, and may leave a debt.
+- The state with the largest expected saving is written first. If the queued states exceed the memory limit, the states
+  with the smallest savings are dropped. Among states with equal savings, the oldest is dropped first.
+- While the engine is idle, states are written immediately. States that a caller of `flush` is waiting for are also
+  written immediately.
+- While the engine is computing, a state is written only if credit is available. Credit is measured in seconds of core
+  time. It grows with time and with each load that saves computing time. A write is charged after it has finished, and
+  may leave a debt.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ MakeState = Callable[[], StoredState | None]
 
 
 class StoreClosed(Exception):
-    """The store is closing, so the unfinished file is abandoned."""
+    """Raised to abandon an unfinished file when the store is closing."""
 
 
 @dataclass(eq=False, slots=True)
 class SaveOffer:
-    """A state that waits to be written."""
+    """A state that is waiting to be written."""
 
     make: MakeState
     expected_saved_s: float  # expected saving in seconds
@@ -58,31 +59,31 @@ class SaveOffer:
 
 
 class WriteCredit:
-    """The core time in seconds that writing may use while the engine computes. A negative credit is a debt."""
+    """The core time in seconds that writing may use while the engine is computing. A negative credit is a debt."""
 
     def __init__(self, now: float) -> None:
         self._seconds = MAX_CREDIT_S
         self._at = now
 
     def add(self, seconds: float, now: float) -> None:
-        """Add earned seconds, or subtract spent seconds if the number is negative."""
+        """Add earned seconds, or subtract spent seconds if `seconds` is negative."""
         accrued_s = min(MAX_CREDIT_S, self._seconds + CREDIT_SHARE * max(0.0, now - self._at))
         self._seconds, self._at = min(MAX_CREDIT_S, accrued_s + seconds), now
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until the debt is paid, or 0 if there is no debt."""
+        """Return the number of seconds until the debt is paid off, or 0 if the credit is not negative."""
         self.add(0.0, now)
         return max(0.0, -self._seconds / CREDIT_SHARE)
 
 
 class SaveQueue:
-    """States that wait to be written. Any thread may offer states, and one thread takes them.
+    """The states that are waiting to be written. Any thread may offer states, and one thread takes them.
 
     The lock is not held during I/O.
     """
 
     def __init__(self, max_bytes: int, counters: StoreCounters, clock: Callable[[], float]) -> None:
-        """Limit the waiting states to `max_bytes` in total. A single state may be larger."""
+        """Limit the total size of the waiting states to `max_bytes`. A single state may be larger."""
         self._changed = threading.Condition()
         self._max_bytes = max_bytes
         self._counters = counters
@@ -97,7 +98,10 @@ class SaveQueue:
     # Any thread
 
     def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
-        """Queue a state. Return False if it saves no time, or if the queue is full of states that save more."""
+        """Queue a state.
+
+        Return False if the state saves no time, or if the queue is full of states that save more time.
+        """
         offer = SaveOffer(make, expected_saved_s, num_bytes)
         with self._changed:
             if self.is_closed or not expected_saved_s > 0:
@@ -116,15 +120,15 @@ class SaveQueue:
                 self._changed.notify_all()
 
     def note_saved(self, seconds: float) -> None:
-        """Add credit for a load that saved the engine `seconds` of computing."""
+        """Add credit for a load that saved the engine `seconds` of computing time."""
         with self._changed:
             self._credit.add(RETURNED_SHARE * seconds, self._clock())
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
-        """Wait until all states that are queued now are written, or until `deadline`. Return the number written.
+        """Wait until all queued states have been written, or until `deadline`. Return the number of states written.
 
-        States that are offered after the call do not prolong it.
+        States that are offered after the call don't extend the wait.
         """
         with self._changed:
             num_before = self._num_written
@@ -149,7 +153,7 @@ class SaveQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no state is waiting to be written or being written."""
+        """Whether no states are being written or waiting to be written."""
         return not self._waiting and self._current is None
 
     # The writing thread
@@ -169,7 +173,10 @@ class SaveQueue:
             return offer
 
     def done(self, written: bool, core_s: float) -> None:
-        """Record that the state from `take` has been written or dropped, and charge `core_s` seconds of core time."""
+        """Record that the state returned by `take` has been written or dropped.
+
+        `core_s` is the core time in seconds to charge for it.
+        """
         with self._changed:
             if self._is_busy and self._current is not None and not self._current.is_urgent:
                 self._credit.add(-core_s, self._clock())
@@ -186,7 +193,7 @@ class SaveQueue:
         return max(allowed, key=_expected_saved_s, default=None)
 
     def _num_bytes(self) -> int:
-        """Return the size in bytes of the waiting states and of the state that is being written."""
+        """Return the total size in bytes of the waiting states and the state that is being written."""
         current = 0 if self._current is None else self._current.num_bytes
         return current + sum(offer.num_bytes for offer in self._waiting)
 
@@ -200,7 +207,7 @@ def _expected_saved_s(offer: SaveOffer) -> float:
 
 
 class StateWriter:
-    """Writes queued states until the queue is closed, and records which files were used."""
+    """Writes queued states until the queue is closed, and records which files have been used."""
 
     def __init__(
         self,
@@ -224,18 +231,18 @@ class StateWriter:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the thread has stopped, for at most CLOSE_TIMEOUT_S."""
+        """Wait until the thread has stopped, for at most CLOSE_TIMEOUT_S seconds."""
         self._thread.join(CLOSE_TIMEOUT_S)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether writing is suspended because the directory refused a write."""
+        """Whether writing is suspended because the directory has refused a write."""
         return self._clock() < self._suspended_until
 
     def note_used(self, key: str) -> None:
-        """Record that a file was read.
+        """Record that a file has been read.
 
-        The writing thread notes this in the directory, because it can wait for an fsync.
+        The writer thread updates the directory, because the update may have to wait for an fsync.
         """
         self._used_keys.append(key)
 
@@ -293,7 +300,10 @@ class StateWriter:
         return True
 
     def _is_stored(self, state: StoredState) -> bool:
-        """Return whether the directory has the state, or a longer one of similar size that can be truncated to it."""
+        """Return whether the directory already contains the state, or a longer state that can replace it.
+
+        A longer state can replace it if it is of similar size and can be truncated to the same length.
+        """
         match = self._catalog.longest(state.seed, state.tokens)
         count = len(state.tokens)
         if match is None or match.usable(count) < count or match.head.num_bytes > MAX_SIZE_RATIO * file_bytes(state):

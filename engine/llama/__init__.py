@@ -1,4 +1,4 @@
-"""Implement the engine's protocols with llama.cpp. No other package imports llama_cpp."""
+"""Implementation of the engine's protocols with llama.cpp. No other package imports llama_cpp."""
 
 from .backend import LlamaBackend
 from .devices import devices, machine

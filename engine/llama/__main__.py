@@ -1,8 +1,8 @@
 """Describe the build of llama.cpp in a child process of `cellama doctor`, which must not import the engine itself.
 
 `python -m cellama.engine.llama` writes one JSON object to stdout. It contains the `version` of llama-cpp-python, the
-CPU `features` that the build uses, the `cpu_variant` that it chose ("" if it has only one), `supports_gpu`, and
-descriptions of the `gpus` that llama.cpp found.
+CPU `features` that the build uses, and the chosen `cpu_variant` ("" if the build has only one). It also contains
+`supports_gpu`, and descriptions of the `gpus` that llama.cpp found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEATURE = re.compile(r"(\w+) = 1\b")  # in "CPU : SSE3 = 1 | AVX = 1 | "
 
 
 def describe_build() -> dict[str, object]:
-    """Return the object that `cellama doctor` reads."""
+    """Return the object that `cellama doctor` reads from the child process."""
     initialise()
     return {
         "version": llama_cpp.__version__,

@@ -1,4 +1,4 @@
-"""Implement the engine's Backend with llama.cpp: contexts, the KV cells of slots, batches, logits and samplers."""
+"""Implementation of the engine's Backend with llama.cpp: contexts, KV cells, batches, logits and samplers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ JOINT_ARGMAX_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The layout of a context's KV cells, with sizes in tokens."""
+    """The layout of a context's KV cells. Sizes are in tokens."""
 
     unified: bool  # one pool for all slots; otherwise one stream per slot
     n_ctx: int  # the value for llama.cpp, which includes padding
@@ -74,7 +74,10 @@ class KvShape:
 
     @staticmethod
     def choose(model: LlamaModel, options: EngineOptions) -> KvShape:
-        """Return the layout for options. The default context is the model's training context. Raises InvalidRequest."""
+        """Return the layout for these options. Raises InvalidRequest.
+
+        If the options don't specify a context size, the model's training context is used.
+        """
         slots = options.num_slots
         unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= MAX_AUTO_UNIFIED_SLOTS)
         if unified:
@@ -99,11 +102,11 @@ def _padded(num_tokens: int) -> int:
 
 
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
-    """Return a digest of everything that states of a context depend on, except tokens and adapters.
+    """Return a digest of everything that a context's states depend on, except tokens and adapters.
 
-    `load_log` has the lines that llama.cpp logged when it created the context. The file's fingerprint covers its
-    settings, such as the RoPE parameters. llama.cpp's states have no version number, so the digest includes the version
-    of llama.cpp, and an update invalidates all states.
+    `load_log` contains the lines that llama.cpp logged when it created the context. The file's fingerprint covers the
+    file's own settings, such as the RoPE parameters. llama.cpp's states have no version number. The digest therefore
+    includes the llama.cpp version, so an update invalidates all states.
     """
     flash_refused = any(
         "Flash Attention not supported" in line or "flash_attn is not compat" in line for line in load_log
@@ -236,7 +239,7 @@ class LlamaBackend:
         return self._outputs.row(slot, row)
 
     def likeliest(self, slot: int, row: int = 0) -> int:
-        """Return the token with the highest logit, assuming that the row has not been changed. Raises KeyError."""
+        """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError."""
 
         return self._outputs.likeliest(slot, row)
 
@@ -296,7 +299,10 @@ class LlamaBackend:
         return False
 
     def _can_continue(self, slot: int, num_tokens: int) -> bool:
-        """Return whether the next token can be computed after a cut. A window may have lost tokens that are needed."""
+        """Return whether the next token can be computed after a truncation.
+
+        This isn't possible if a sliding window has lost tokens that are needed.
+        """
         if num_tokens == 0:
             return True
         held = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
@@ -315,7 +321,7 @@ class LlamaBackend:
     def _finish_copy(self, slot: int) -> None:
         """Complete a pending copy of the slot's stream.
 
-        llama.cpp copies streams only in decode calls, so this computes a token and removes it again.
+        llama.cpp copies streams only in decode calls, so this method computes a token and removes it again.
         """
         if slot not in self._copied_slots:
             return
@@ -361,7 +367,7 @@ class LlamaBackend:
         return data
 
     def _read(self, slot: int, data: NDArray[np.uint8], flags: int) -> bool:
-        """Restore a state, or part of a state, into the slot. If that fails, empty the slot and return False."""
+        """Restore a state, or part of a state, into the slot. If this fails, empty the slot and return False."""
         self._finish_copy(slot)
         if lib.llama_state_seq_set_data_ext(self.context, _pointer(data), len(data), slot, flags):
             return True
@@ -381,7 +387,7 @@ def _pointer(data: NDArray[np.uint8]) -> Any:
 
 
 def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> Any:
-    """Return a llama_context with parameters from `options` and `overrides`. Raises ModelLoadFailed."""
+    """Return a new llama_context with parameters from `options` and `overrides`. Raises ModelLoadFailed."""
     params = lib.llama_context_default_params()
     params.n_threads = params.n_threads_batch = options.threads or available_cores()
     params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
@@ -401,15 +407,15 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
 
 
 def set_threads(context: Any, count: int) -> None:
-    """Set the number of threads for all later decode calls. This is a cheap call."""
+    """Set the number of threads for all later decode calls. The call is cheap."""
     lib.llama_set_n_threads(context, count, count)
 
 
 def end_threads() -> None:
-    """Stop the OpenMP threads of the calling thread. Its next decode call starts new ones in about 0.1 ms.
+    """Stop the OpenMP threads of the calling thread. Its next decode call starts new threads in about 0.1 ms.
 
-    While these threads exist, even if they are idle, OpenMP treats the machine as oversubscribed when another engine in
-    this process computes. The threads of that engine then sleep at each barrier instead of spinning, and its steps take
+    While these threads exist, even if they are idle, OpenMP considers the machine oversubscribed when another engine in
+    this process is computing. That engine's threads then sleep at each barrier instead of spinning, so its steps take
     up to twice as long (docs/adr/007-threads.md).
     """
     pause = _find_pause()
@@ -419,7 +425,7 @@ def end_threads() -> None:
 
 @functools.cache
 def _find_pause() -> Any:
-    """Return omp_pause_resource_all of OpenMP 5, or None if llama.cpp was built without it."""
+    """Return OpenMP 5's omp_pause_resource_all, or None if llama.cpp was built without it."""
     try:
         function = ctypes.CDLL(str(cpu_library())).omp_pause_resource_all
     except AttributeError:
@@ -429,7 +435,7 @@ def _find_pause() -> Any:
 
 
 class TokenBatch:
-    """A llama_batch of at most `capacity` tokens, filled through numpy slices."""
+    """A llama_batch with at most `capacity` tokens, filled through numpy slices."""
 
     def __init__(self, capacity: int) -> None:
         self.batch = lib.llama_batch_init(capacity, 0, 1)
@@ -451,7 +457,7 @@ class TokenBatch:
         self.batch.n_tokens = 0
 
     def add(self, slot: int, position: int, tokens: Sequence[int], *, all_outputs: bool = False) -> int:
-        """Append consecutive tokens of a slot, and return the batch index of the last one."""
+        """Append consecutive tokens of a slot to the batch. Return the batch index of the last token."""
         start: int = self.batch.n_tokens
         end = start + len(tokens)
         if end > self._capacity:  # llama.cpp would abort the process
@@ -464,7 +470,7 @@ class TokenBatch:
         return end - 1
 
     def request_outputs(self, index: int, count: int) -> None:
-        """Request logits for `count` tokens of the batch, starting at `index`."""
+        """Request logits for `count` tokens in the batch, starting at `index`."""
         self._outputs[index : index + count] = 1
 
     def close(self) -> None:
@@ -477,8 +483,8 @@ class TokenBatch:
 class AbortFlag:
     """A byte that llama.cpp checks between the nodes of its graph (CPU backends only).
 
-    A callback in Python would take the GIL at every node, so the callback is the C library's `strlen`. It returns 0 for
-    the empty text "", which continues the call, and 1 for one byte, which aborts it.
+    A Python callback would take the GIL at every node, so the callback is the C library's `strlen`. It returns 0 for
+    the empty string, which continues the call, and 1 for a string of one byte, which aborts the call.
     """
 
     def __init__(self, context: Any) -> None:
@@ -489,7 +495,7 @@ class AbortFlag:
         lib.llama_set_abort_callback(context, callback, ctypes.cast(self._text, ctypes.c_void_p))
 
     def set(self) -> None:
-        """Abort the current decode call, or the next one if none is running. Any thread may call this."""
+        """Abort the current decode call, or the next one if none is running. Any thread may call this method."""
         self._text[0] = b"\1"
 
     def is_set(self) -> bool:
@@ -503,13 +509,13 @@ class AbortFlag:
 
 
 class Outputs:
-    """The rows of logits of the last decode call, in the order of the tokens that requested them.
+    """The rows of logits from the last decode call, in the order of the tokens for which they were requested.
 
     Only the engine thread may use this object.
     """
 
     def __init__(self, context: Any, num_rows: int, n_vocab: int) -> None:
-        """Expect at most `num_rows` rows per decode call."""
+        """Create an object for decode calls with at most `num_rows` rows each."""
         self._context = context
         self._shape = num_rows, n_vocab
         self._addresses: dict[int, tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = {}
@@ -528,7 +534,10 @@ class Outputs:
         self._first_rows, self._likeliest, self._num_requested = {}, None, 0
 
     def set_slots(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Assign the rows of a decode call to slots, given in order as pairs of a slot and its number of rows."""
+        """Assign the rows of a decode call to slots.
+
+        `slots` contains pairs of a slot and its number of rows, in the order of the rows.
+        """
         if not slots:
             return
         address = _logits_address(self._context)
@@ -545,13 +554,13 @@ class Outputs:
             self._num_rows += count
 
     def row(self, slot: int, row: int = 0) -> NDArray[np.float32]:
-        """Return a row of the logits of a slot. Raises KeyError if the decode call has no row for the slot."""
+        """Return a row of the slot's logits. Raises KeyError if the decode call has no rows for the slot."""
         return self._rows[self._first_rows[slot] + row]
 
     def likeliest(self, slot: int, row: int = 0) -> int:
-        """Return the token with the highest logit, assuming that the row has not been changed. Raises KeyError.
+        """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError.
 
-        If most rows of the previous decode call were requested, one numpy call finds the tokens of all rows.
+        If most rows of the previous decode call were requested, a single numpy call finds the tokens of all rows.
         """
         row += self._first_rows[slot]
         self._num_requested += 1
@@ -564,7 +573,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class LlamaSamplingPlan:
-    """A request's sampling parameters, prepared once for all of its sequences on the caller's thread."""
+    """A request's sampling parameters. They are prepared once for all of its sequences, on the caller's thread."""
 
     params: SamplingParams
     constraint: CompiledGrammar | None = None
@@ -573,12 +582,12 @@ class LlamaSamplingPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The parts of the constraint that are not enforced."""
+        """Descriptions of the parts of the constraint that are not enforced."""
         return () if self.constraint is None else self.constraint.warnings
 
 
 def constraint_of(params: SamplingParams) -> GrammarSpec | None:
-    """Return the constraint on a request's text, or None if there is none."""
+    """Return the constraint on a request's text, or None if the text is not constrained."""
     given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
     if given is None:
         return None
@@ -586,7 +595,7 @@ def constraint_of(params: SamplingParams) -> GrammarSpec | None:
 
 
 class LlamaSampler:
-    """Samples the tokens of one sequence from the logits of its slot."""
+    """Samples a sequence's tokens from the logits of its slot."""
 
     def __init__(
         self,
@@ -598,7 +607,10 @@ class LlamaSampler:
         num_unbound: int | None,
         mirostat_mu: float | None,
     ) -> None:
-        """Start after the tokens of `start`. Raises GrammarFailed if they violate the constraint."""
+        """Create a sampler that continues after the tokens of `start`.
+
+        Raises GrammarFailed if these tokens violate the constraint.
+        """
         self._backend = backend
         self._has_mirostat = bool(plan.params.mirostat)
         last_n = plan.params.dry_penalty_last_n
@@ -625,7 +637,7 @@ class LlamaSampler:
 
     @property
     def mirostat_mu(self) -> float | None:
-        """The state of mirostat, or None if it is disabled."""
+        """The current mirostat state, or None if mirostat is disabled."""
         return self._sampler.mirostat_mu if self._has_mirostat else None
 
     def bind(self) -> None:

@@ -1,7 +1,7 @@
-"""Parse the sizes of llama.cpp's buffers, in bytes per device, from its log of a real or dry load.
+"""Parse the sizes of llama.cpp's buffers, in bytes per device, from the log of a real or dry load.
 
-Other versions of llama.cpp may use different words. If a required size is not found, an error is raised, so it never
-counts as 0.
+Other llama.cpp versions may use different log messages. If a required size is not found, an error is raised, so a
+missing size is never treated as 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) 
 
 
 def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
-    """Return the memory of contexts on each device, from the lines that llama.cpp logged while creating them.
+    """Return the contexts' memory on each device, from the lines that llama.cpp logged while creating them.
 
-    Set `with_memory` if one of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
+    Set `with_memory` if any of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
     """
     lines, gpus = list(lines), list(gpus)
     _require(lines, "compute buffers", _COMPUTE)
@@ -53,7 +53,7 @@ def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bo
 
 
 def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
-    """Return how many bytes the states of recurrent layers take on each device."""
+    """Return the number of bytes that the states of recurrent layers occupy on each device."""
     found = Counter[str]()
     for match in filter(None, map(_STATES.search, lines)):
         found[device_of(match[1], gpus)] += int(float(match[2]) * _MIB)
@@ -63,9 +63,9 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
 def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
     """Return the memory of loaded weights on each device, from the lines that llama.cpp logged during the load.
 
-    `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice, in the mapped file and repacked
-    for the processor. They count once, because repacked pages are not read from the file again. Raises ModelLoadFailed
-    if a size is missing.
+    `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice: in the mapped file, and repacked
+    for the processor. They are counted once, because the repacked weights are not read from the file again. Raises
+    ModelLoadFailed if a size is missing.
     """
     lines = list(lines)
     _require(lines, "the weights", _WEIGHTS)
@@ -84,17 +84,17 @@ def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -
 
 
 def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
-    """Return the number of layers per device, including the output layer. Raises ModelLoadFailed."""
+    """Return the number of layers on each device, including the output layer. Raises ModelLoadFailed."""
     lines = list(lines)
     _require(lines, "the devices of layers", _LAYER)
     return dict(Counter(match[2] for match in filter(None, map(_LAYER.search, lines))))
 
 
 def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, MemoryUse]:
-    """Return the memory that weights will take on each device, from the lines that a dry load logged.
+    """Return the memory that the weights will occupy on each device, from the log lines of a dry load.
 
-    `tensors` maps the name of each tensor to its size in bytes. Each layer is on the device that the log names for it,
-    the output is on the device of the last layer, and everything else is on the CPU. Raises ModelLoadFailed.
+    `tensors` maps tensor names to sizes in bytes. Each layer is on the device named in the log, the output is on the
+    last layer's device, and all other tensors are on the CPU. Raises ModelLoadFailed.
     """
     lines = list(lines)
     _require(lines, "the devices of layers", _LAYER)
@@ -126,5 +126,8 @@ def _unknown(subject: str) -> ModelLoadFailed:
 
 
 def device_of(buffer: str, gpus: Iterable[str]) -> str:
-    """Return the device of a buffer. For example, "CUDA0_Split" is on CUDA0, and pinned memory ("CUDA_Host") is RAM."""
+    """Return the device that contains a buffer.
+
+    For example, "CUDA0_Split" is on CUDA0, and pinned memory ("CUDA_Host") is in RAM.
+    """
     return next((gpu for gpu in gpus if buffer == gpu or buffer.startswith(f"{gpu}_")), CPU)

@@ -1,4 +1,4 @@
-"""Find ggml's devices and their memory with functions of ggml-backend.h that llama_cpp does not wrap."""
+"""Find ggml's devices and their memory, using functions of ggml-backend.h that llama_cpp does not wrap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _size_p, _size_p)(("ggml_backe
 
 
 def devices() -> list[Device]:
-    """Return the CPU with the RAM available to this process, and each GPU that llama.cpp supports and finds."""
+    """Return the CPU with the RAM available to this process, and all supported GPUs that llama.cpp finds."""
     initialise()
     found = [_device(_get(index)) for index in range(_count())]
     return sorted((device for device in found if device is not None), key=lambda device: device.kind != "cpu")
@@ -57,7 +57,7 @@ def gpu_names() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the properties of this machine that determine speed: CPU, usable cores, GPUs and llama.cpp version."""
+    """Return the properties that determine this machine's speed: CPU, usable cores, GPUs and llama.cpp version."""
     found = devices()
     return {
         "cpu": next((device.description for device in found if device.kind == "cpu"), "unknown"),

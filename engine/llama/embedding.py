@@ -1,4 +1,4 @@
-"""Compute embeddings and scores with llama.cpp, many texts per decode call, and format the texts for rerankers."""
+"""Compute embeddings and scores with llama.cpp, many texts per decode call, and format texts for rerankers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ POOLING: dict[Pooling, int] = {
 
 
 class LlamaEmbeddingBackend:
-    """The EmbeddingBackend, implemented with llama.cpp.
+    """The engine's EmbeddingBackend, implemented with llama.cpp.
 
-    With pooling "rank", a vector contains the outputs of the classification head.
+    With pooling "rank", each vector contains the outputs of the classification head.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions, pooling: Pooling) -> None:
@@ -96,7 +96,7 @@ class LlamaEmbeddingBackend:
         return pointer
 
     def _token_vectors(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return one array of shape (tokens, n_embd) per text. llama.cpp's rows are in the order of the batch."""
+        """Return one array of shape (tokens, n_embd) per text. llama.cpp returns the rows in batch order."""
         ends = np.cumsum([len(tokens) for tokens in texts])
         rows = np.ctypeslib.as_array(lib.llama_get_embeddings(self._context), (int(ends[-1]), self.n_embd))
         return np.split(rows.copy(), ends[:-1])
@@ -107,7 +107,7 @@ class LlamaEmbeddingBackend:
 
 
 def own_pooling(model: LlamaModel) -> Pooling:
-    """Return the pooling from the model's metadata, or "mean" if it is not specified there."""
+    """Return the pooling specified in the model's metadata, or "mean" if the metadata doesn't specify it."""
     named = model.number("pooling_type")
     return next((name for name, code in POOLING.items() if code == named and name != "none"), "mean")
 
@@ -116,15 +116,16 @@ class PairFormat:
     """Joins a query and a document into the input of a reranker. It is safe to use from any thread.
 
     If the model has a template (tokenizer.chat_template.rerank, a text with `{query}` and `{document}`), it is filled
-    in as in llama-server. Otherwise the format is [start] query [end] [separator] document [end]. Each special token is
-    used only if the vocabulary adds it to texts. If the vocabulary adds only separators (WordPiece), a separator also
-    follows the document, just as the tokenizer adds one after every text.
+    in as llama-server does. Otherwise, the format is [start] query [end] [separator] document [end]. Each special token
+    is included only if the vocabulary adds it to texts. If the vocabulary adds only separators (WordPiece), a separator
+    also follows the document, because the tokenizer adds one after every text.
     """
 
     def __init__(self, model: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
         """Read the model's template and special tokens.
 
-        With `control_tokens_in_text`, queries and documents that are filled into a template may contain control tokens.
+        With `control_tokens_in_text`, control tokens are recognised in queries and documents that are inserted into a
+        template.
         """
         self._model = model
         self._control_tokens_in_text = control_tokens_in_text
@@ -141,15 +142,15 @@ class PairFormat:
         self._end = ending or separating
 
     def join(self, query: str, document: str) -> list[int]:
-        """Return the tokens of a pair."""
+        """Return the tokens of a pair of query and document."""
         if self._template is not None:
             return self._filled(self._template, {"{query}": query, "{document}": document})
         return [*self._head(query), *self._plain(document), *self._end]
 
     def join_cut(self, query: str, document: str, max_tokens: int) -> list[int]:
-        """Return the tokens of a pair, with the document truncated so that the pair has at most `max_tokens`.
+        """Return the tokens of a pair, truncating the document so that the pair has at most `max_tokens` tokens.
 
-        If the query alone is longer, the document is empty and the result has more than `max_tokens`.
+        If the query alone exceeds the limit, the document is empty, and the result is longer than `max_tokens`.
         """
         if self._template is None:
             head, tail = self._head(query), self._end
@@ -162,7 +163,7 @@ class PairFormat:
         return [*self._begin, *self._plain(query), *self._middle]
 
     def _filled(self, template: str, texts: Mapping[str, str]) -> list[int]:
-        """Return the tokens of a template with these texts filled in.
+        """Return the tokens of a template after inserting these texts.
 
         Control tokens in the texts are recognised only with `control_tokens_in_text`.
         """

@@ -1,8 +1,8 @@
-"""Load ggml's backends, the libraries that compute on the CPU and on GPUs, and name the variant for this CPU.
+"""Load ggml's backends, which compute on the CPU and on GPUs, and report the variant for this CPU.
 
-Most builds of llama.cpp contain their backends. A build with `GGML_BACKEND_DL` keeps them in separate files, which
-llama_cpp does not load. With `GGML_CPU_ALL_VARIANTS`, it has one file per generation of CPUs, and llama.cpp loads the
-best one for this CPU.
+Most builds of llama.cpp include their backends. A build with `GGML_BACKEND_DL` has them in separate library files,
+which llama_cpp does not load. A build with `GGML_CPU_ALL_VARIANTS` has one file per CPU generation, and llama.cpp loads
+the best file for this CPU.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _loading = threading.Lock()
 
 @functools.cache
 def load_backends() -> None:
-    """Load the backends that llama_cpp ships as files. This has no effect if llama.cpp contains its backends.
+    """Load the backends that llama_cpp ships as separate files. If llama.cpp includes its backends, do nothing.
 
-    Any thread may call this. Raises ModelLoadFailed if there is no backend for this CPU.
+    Any thread may call this function. Raises ModelLoadFailed if llama.cpp has no backend for this CPU.
     """
     with _loading:
         if _num_backends():
@@ -70,7 +70,7 @@ def load_backends() -> None:
 
 @functools.cache
 def cpu_library() -> Path:
-    """Return the library that has the CPU backend."""
+    """Return the path of the library that contains the CPU backend."""
     load_backends()
     info = _SymbolInfo()
     ctypes.CDLL(None).dladdr(ctypes.c_void_p(_backend(b"CPU")), ctypes.byref(info))
@@ -79,6 +79,9 @@ def cpu_library() -> Path:
 
 
 def cpu_variant() -> str:
-    """Return the name of the variant that llama.cpp chose, such as "zen4", or "" if it was built for one CPU."""
+    """Return the name of the CPU variant that llama.cpp chose, such as "zen4".
+
+    If llama.cpp was built for a single CPU, return "".
+    """
     found = _CPU_VARIANT.fullmatch(cpu_library().name)
     return found[1] if found else ""

@@ -1,8 +1,7 @@
 """Read the GGUF files of models and adapters without loading them.
 
-ggml (gguf.h) lists the tensors of a model, and the model's fingerprint is computed from them. The header of an adapter
-is parsed in Python, because llama.cpp aborts the process if the header is malformed. ggml's docs/gguf.md describes the
-format.
+ggml (gguf.h) lists a model's tensors, from which the model's fingerprint is computed. An adapter's header is parsed in
+Python, because llama.cpp aborts the process if the header is malformed. The format is described in ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class FileTensor:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return all files of a split model, or the single file of any other model."""
+    """Return all files of a split model, or the only file of an unsplit model."""
     return [path.with_name(name) for name in part_names(path.name)]
 
 
 def tensors(path: Path) -> list[FileTensor]:
-    """Return the tensors of one file, in the order of the file. Raises ModelLoadFailed."""
+    """Return the tensors in one file, in file order. Raises ModelLoadFailed."""
     context = _open(str(path).encode(), _InitParams(True, None))
     if not context:
         raise ModelLoadFailed(f"{str(path)!r} has no readable GGUF header; download or convert it again")
@@ -75,12 +74,12 @@ def tensors(path: Path) -> list[FileTensor]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return an id of a model's content: 64 hex digits that do not depend on the path. Raises ModelLoadFailed.
+    """Return an id of a model's content, which does not depend on its path. Raises ModelLoadFailed.
 
-    The id is a SHA-256 hash of the size and the bytes of each part. Small files are hashed completely. For larger
-    files, the hash covers everything before the tensors (metadata, vocabulary, shapes), and 4 KiB from the start,
-    middle and end of every tensor. Training and quantizing change every tensor, and therefore the id. Editing single
-    bytes by hand may not change the id.
+    The id consists of 64 hexadecimal digits. It is a SHA-256 hash of the size and the bytes of each part. Small files
+    are hashed completely. For larger files, the hash covers everything before the tensors (metadata, vocabulary,
+    shapes), and 4 KiB each from the start, middle and end of every tensor. Training and quantizing change every tensor
+    and therefore also the id. Editing single bytes by hand may leave the id unchanged.
     """
     digest = hashlib.sha256()
     for part in parts(path):
@@ -94,7 +93,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the offset and length of each range of a file that is hashed."""
+    """Yield the offset and length of each range of a file that must be hashed."""
     if size <= MAX_WHOLE_BYTES:
         yield 0, size
         return
@@ -111,7 +110,7 @@ def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor's name, dimensions in ggml's order, and type number."""
+    """A tensor's name, its dimensions in ggml's order, and its type number."""
 
     name: str
     dims: tuple[int, ...]
@@ -121,8 +120,8 @@ class TensorInfo:
 def check_adapter_file(path: Path, architecture: str) -> None:
     """Raise AdapterLoadFailed unless the file is a LoRA adapter for models of this architecture.
 
-    This rejects files that would make llama.cpp abort the process. llama.cpp itself compares the shapes with the
-    model's shapes, and logs a readable error.
+    This check rejects files that would make llama.cpp abort the process. llama.cpp itself compares the adapter's shapes
+    with the model's, and logs a readable error.
     """
     try:
         with path.open("rb") as file:
@@ -180,7 +179,10 @@ def _check_tensor(path: Path, tensor: TensorInfo) -> None:
 
 
 def _check_embedding(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    """Compare the ranks of the embedding's two matrices, which are stored transposed. llama.cpp does not check them."""
+    """Raise AdapterLoadFailed if the ranks of the token embedding's two matrices differ.
+
+    The matrices are stored transposed, and llama.cpp doesn't check their ranks.
+    """
     a, b = (tensors.get(f"token_embd.weight.lora_{side}") for side in "ab")
     if a is not None and b is not None and a.dims[0] != b.dims[0]:
         ranks = f"{a.dims[0]} and {b.dims[0]}"
@@ -195,7 +197,7 @@ class _AdapterHeader:
     def read(self) -> tuple[dict[str, tuple[int, Any]], list[TensorInfo]]:
         """Return the tensors, and the metadata with the type and value of each key.
 
-        Raises struct.error, KeyError, OverflowError or another exception if the file is damaged.
+        If the file is damaged, this raises struct.error, KeyError, OverflowError or another exception.
         """
         _magic, _version, num_tensors, num_keys = self._unpack("4sIQQ")
         metadata = {}
@@ -221,7 +223,7 @@ class _AdapterHeader:
         return self._unpack(f"{_checked_count(length)}s")[0].decode()  # type: ignore[no-any-return]
 
     def _array(self) -> None:
-        """Skip an array, because no check needs its contents."""
+        """Skip an array. No check needs its contents."""
         kind, length = self._unpack("IQ")
         if kind in _FORMATS:
             self._file.seek(length * struct.calcsize(_FORMATS[kind]), 1)

@@ -1,10 +1,10 @@
-"""Plan the load of a model file: choose its capabilities, and calculate the memory that the model will take.
+"""Plan the load of a model file: choose its capabilities and calculate the memory that the model will occupy.
 
-For the plan, llama.cpp does a dry load of the file, without weights and cells, and logs the sizes of its buffers. Like
-a real load, a dry load reads the file's header and plans the compute graphs, which takes a few hundredths of a second
-and a few MB. It also allocates the outputs of a batch, the states of recurrent layers, and about 50 bytes of
-bookkeeping per cell. To keep the states and the bookkeeping small, the plan first measures the states of one slot, and
-then larger and larger contexts until one does not fit.
+To plan a load, llama.cpp performs a dry load of the file, without weights or cells, and logs its buffer sizes. Like a
+real load, a dry load reads the file's header and plans the compute graphs, which takes a few hundredths of a second and
+a few MB. It also allocates a batch's outputs, the states of recurrent layers, and about 50 bytes of bookkeeping per
+cell. To keep the states and the bookkeeping small, planning first measures the states of one slot. It then measures
+increasingly large contexts until one does not fit.
 """
 
 from __future__ import annotations
@@ -49,24 +49,27 @@ _TYPE_BITS = 0x3F  # the attributes of a token that are its type; the others aff
 
 
 def can_generate(model: LlamaModel) -> bool:
-    """Return whether the model predicts next tokens. Encoders and diffusion models do not."""
+    """Return whether the model predicts next tokens. Encoders and diffusion models don't."""
     causal = model.metadata(f"{model.info.architecture}.attention.causal") != "false"
     other = lib.llama_model_has_encoder(model.pointer) or lib.llama_model_is_diffusion(model.pointer)
     return causal and not bool(other) and model.info.architecture not in ENCODERS
 
 
 def is_reranker(model: LlamaModel) -> bool:
-    """Return whether the model's metadata declares it to be a reranker."""
+    """Return whether the model's metadata declares the model to be a reranker."""
     return bool(model.number("pooling_type") == lib.LLAMA_POOLING_TYPE_RANK)
 
 
 def has_head(model: LlamaModel) -> bool:
-    """Return whether the model has a classification head. Without one, pooling "rank" returns meaningless scores."""
+    """Return whether the model has a classification head.
+
+    For a model without a classification head, pooling "rank" returns meaningless scores.
+    """
     return any(tensor.name in _HEADS for part in parts(model.path) for tensor in tensors(part))
 
 
 def missing_reason(model: LlamaModel, capability: Capability) -> str:
-    """Return the reason why a model was not loaded for a capability, and a remedy."""
+    """Return the reason why a model was not loaded with a capability, followed by a remedy."""
     if capability in ("generate", "chat") and not can_generate(model):
         return "it is an encoder, which can't generate text; use another model"
     if capability == "chat" and model.chat_template is None:
@@ -79,11 +82,12 @@ def missing_reason(model: LlamaModel, capability: Capability) -> str:
 def choose_uses(
     model_id: str, weights: LlamaModel, requested: frozenset[Capability] | None, options: EngineOptions
 ) -> Uses:
-    """Return the capabilities that a model is loaded for, and the pooling of its embeddings.
+    """Return the capabilities with which a model should be loaded, and the pooling of its embeddings.
 
-    If no capabilities are requested, the model gets those that suit its file. A reranker ranks, and any other encoder
-    embeds. All other models generate and embed, and also chat if they have a chat template. Raises WrongCapability if
-    the model does not support a requested capability, and InvalidRequest if a name is unknown.
+    If no capabilities are requested, the model gets the capabilities that suit its file. Models with pooling "rank" get
+    only `rerank`. All other models get `embed`. Of these, models that generate text also get `generate`, and `chat` if
+    they have a chat template. Encoders with a classification head also get `rerank`. Raises WrongCapability if the
+    model does not support a requested capability, and InvalidRequest if a capability is unknown.
     """
     for name in (requested or frozenset()) - set(CAPABILITIES):
         raise InvalidRequest(f"capabilities: {name!r} is unknown; {nearest(name, CAPABILITIES)}")
@@ -113,7 +117,7 @@ def choose_uses(
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The llama.cpp contexts of a loaded model. A context that no capability needs is None."""
+    """The llama.cpp contexts of a loaded model. Contexts that no capability needs are None."""
 
     generation: LlamaBackend | None
     embedding: LlamaEmbeddingBackend | None
@@ -121,7 +125,10 @@ class Backends:
 
     @staticmethod
     def make(model: LlamaModel, options: EngineOptions, uses: Uses) -> Backends:
-        """Allocate the contexts. If one fails, free the others. Raises ModelLoadFailed, InvalidRequest."""
+        """Allocate the contexts. Raises ModelLoadFailed, InvalidRequest.
+
+        If one allocation fails, the other contexts are freed.
+        """
         with contextlib.ExitStack() as made:
             generation = made.enter_context(closing(LlamaBackend(model, options))) if uses.generates else None
             embedding = ranking = None
@@ -134,12 +141,12 @@ class Backends:
 
     @property
     def have_memory(self) -> bool:
-        """Whether a context has cells or states. The context of an encoder has neither."""
+        """Whether any context has cells or states. The context of an encoder has neither."""
         encoders = [backend for backend in (self.embedding, self.ranking) if backend is not None]
         return self.generation is not None or any(backend.has_memory for backend in encoders)
 
     def close(self) -> None:
-        """Free the contexts. No thread may be using them."""
+        """Free the contexts. They must not be in use by any thread."""
         for backend in (self.generation, self.embedding, self.ranking):
             if backend is not None:
                 backend.close()
@@ -147,7 +154,7 @@ class Backends:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The plan of a load: options, which include the chosen context size, and the memory that the model will take."""
+    """The plan of a load: its options with the chosen context size, and the memory that the model will occupy."""
 
     options: EngineOptions
     footprint: Footprint
@@ -162,10 +169,10 @@ def plan_load(
     requested: frozenset[Capability] | None,
     available: AvailableMemory,
 ) -> LoadPlan:
-    """Plan a load that fits into the available memory, if these options permit one.
+    """Plan a load that fits into the available memory, if these options allow it.
 
-    If no capabilities are requested, the model gets those that suit its file. Raises ModelLoadFailed, WrongCapability,
-    InvalidRequest.
+    If no capabilities are requested, the model gets the capabilities that suit its file. Raises ModelLoadFailed,
+    WrongCapability, InvalidRequest.
     """
     dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
     try:
@@ -176,7 +183,7 @@ def plan_load(
 
 
 def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tuple[Backends, Footprint, dict[str, int]]:
-    """Return the contexts of a loaded model, its memory as logged by llama.cpp, and its number of layers per device.
+    """Return the contexts of a loaded model, its memory as logged by llama.cpp, and the number of layers per device.
 
     Raises ModelLoadFailed, InvalidRequest.
     """
@@ -190,16 +197,16 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
 
 
 def saves_states(options: EngineOptions, uses: Uses) -> bool:
-    """Return whether a model saves states to RAM."""
+    """Return whether a model with these options and uses saves states to RAM."""
     return uses.generates and options.cache_prompt
 
 
 def _measure(
     model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, MemoryUse]
 ) -> Footprint:
-    """Return the memory of a model with these contexts, including the largest output that they can have.
+    """Return the memory of a model with these contexts, including the largest possible outputs.
 
-    `load_log` has the lines that llama.cpp logged when it created the contexts.
+    `load_log` contains the lines that llama.cpp logged when it created the contexts.
     """
     usage = Counter[str](), Counter[str]()
     sizes = buffers.kv_and_compute(load_log, gpu_names(), with_memory=backends.have_memory)
@@ -223,7 +230,7 @@ def _divided(num_tokens: int | None, divisor: int) -> int | None:
 
 
 class _DryLoad:
-    """A model that is loaded without weights, to create contexts with different options until one fits."""
+    """A model that is loaded without weights, so that contexts with different options can be tried until one fits."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, available: AvailableMemory) -> None:
         self._model = model
@@ -268,7 +275,7 @@ class _DryLoad:
     def _approach(self, options: EngineOptions) -> Footprint:
         """Return the memory of a model with these options.
 
-        If the context can't fit, the result is an estimate from a smaller context.
+        If the context can't fit, the result is estimated from a smaller context.
         """
         num_cells = options.n_ctx or options.num_slots * (options.ctx_per_slot or 0)
         divisor = 1 << max(0, (num_cells // CHEAP_CELLS).bit_length())
@@ -290,7 +297,7 @@ class _DryLoad:
         return _measure(self._model, lines, backends, self._weights)
 
     def _too_large_states(self) -> Footprint | None:
-        """Return the minimum memory of a recurrent model's states if it exceeds the available memory, or else None."""
+        """Return the minimum memory of a recurrent model's states if it exceeds the available memory, or None."""
         pointer = self._model.pointer
         if not (lib.llama_model_is_recurrent(pointer) or lib.llama_model_is_hybrid(pointer)):
             return None
@@ -311,7 +318,7 @@ class _DryLoad:
 
 
 class DraftParts(NamedTuple):
-    """A loaded draft model and the memory that it takes."""
+    """A loaded draft model and the memory that it occupies."""
 
     weights: LlamaModel
     backend: LlamaBackend
@@ -319,7 +326,7 @@ class DraftParts(NamedTuple):
 
 
 def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
-    """Return the type of a model's vocabulary, and the type and text of each token except unused ones at the end.
+    """Return a vocabulary's type, and the type and text of each token, omitting unused tokens at the end.
 
     Two models have the same token ids if their results are equal.
     """
@@ -335,7 +342,7 @@ def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
 
 
 def check_draft(path: Path, model_path: Path) -> None:
-    """Raise ModelLoadFailed unless the model at `path` can draft for the other model. This reads no weights."""
+    """Raise ModelLoadFailed unless the model at `path` can draft for the other model. This doesn't read any weights."""
     with (
         closing(LlamaModel(path, n_gpu_layers=0, dry=True)) as draft,
         closing(LlamaModel(model_path, n_gpu_layers=0, dry=True)) as model,
@@ -355,7 +362,7 @@ def check_draft(path: Path, model_path: Path) -> None:
 
 
 def load_draft(path: Path, options: EngineOptions) -> DraftParts:
-    """Load the draft model of a model with these options. Raises ModelLoadFailed."""
+    """Load a draft model for a model with these options. Raises ModelLoadFailed."""
     weights = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
     try:
         backends, footprint, _ = load_contexts(weights, options.of_draft, GENERATES)

@@ -1,4 +1,4 @@
-"""Forward llama.cpp's log to Python's logging, and quote its last errors in exceptions."""
+"""Forward llama.cpp's log to Python's logging, and quote its latest errors in exceptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ MAX_ERRORS = 4  # messages of llama.cpp that an exception quotes; the last ones 
 
 
 class _ThreadLog(threading.local):
-    """The messages of one thread. llama.cpp logs on the calling thread, and several threads can load models at once."""
+    """The log messages of one thread.
+
+    llama.cpp logs on the calling thread, and several threads can load models at the same time.
+    """
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=MAX_ERRORS)
@@ -54,9 +57,9 @@ def install() -> None:
 
 @contextlib.contextmanager
 def capture() -> Iterator[list[str]]:
-    """Collect every line that llama.cpp logs on this thread within the `with` block.
+    """Collect all lines that llama.cpp logs on this thread within the `with` block.
 
-    Nested blocks pass their lines to the outer block. Ctrl-C takes effect at the end of the block.
+    Nested blocks also pass their lines to the outer block. Ctrl-C takes effect at the end of the block.
     """
     outer, lines = _thread_log.lines, list[str]()
     _thread_log.lines = lines
@@ -71,9 +74,9 @@ def capture() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Delay the KeyboardInterrupt of Ctrl-C until the end of the `with` block.
+    """Delay the KeyboardInterrupt raised by Ctrl-C until the end of the `with` block.
 
-    While llama.cpp runs, the first Python code that receives the signal is `_on_log`. Python prints and ignores
+    While llama.cpp is running, the first Python code that runs after the signal is `_on_log`. Python prints and ignores
     exceptions in this callback, so the interrupt would be lost.
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -91,10 +94,10 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], aborted: int) -> int:
-    """Run a call of llama.cpp that another thread may abort, and return its code.
+    """Run a llama.cpp call that another thread may abort, and return its return code.
 
-    llama.cpp logs an abort like an error. Messages after the abort are held until the call returns. They are logged as
-    debug output if the code is `aborted`, and as warnings otherwise.
+    llama.cpp logs an abort as an error. Messages logged after an abort are therefore held until the call returns. If
+    the code is `aborted`, they are logged as debug messages, and otherwise as warnings.
     """
     _thread_log.is_aborting, level = is_aborting, logging.WARNING
     try:
@@ -108,7 +111,7 @@ def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], abo
 
 
 def take_errors() -> str:
-    """Return the last errors that llama.cpp logged on this thread, in one line, and clear them."""
+    """Return the latest errors that llama.cpp logged on this thread as one line, and clear them."""
     text = "; ".join(_thread_log.errors)
     _thread_log.errors.clear()
     return text

@@ -46,7 +46,10 @@ def _encode(text: str) -> bytes:
 
 @functools.cache
 def initialise() -> None:
-    """Initialise llama.cpp. Repeated calls have no effect. Raises ModelLoadFailed if it has no backend for this CPU."""
+    """Initialise llama.cpp. Repeated calls have no effect.
+
+    Raises ModelLoadFailed if llama.cpp has no backend for this CPU.
+    """
     llama_log.install()
     load_backends()
     lib.llama_backend_init()
@@ -56,9 +59,9 @@ def initialise() -> None:
 def _has_amx() -> bool:
     """Return whether llama.cpp was built with AMX kernels, which can crash the process.
 
-    With GCC 12, the instructions that configure the tiles are missing, and the first decode call with quantized weights
-    crashes. With other compilers, Linux can deny llama.cpp's threads the use of the tiles (llama.cpp's pull request
-    26954).
+    Builds made with GCC 12 lack the instructions that configure the tiles, and crash in the first decode call with
+    quantized weights. With other compilers, Linux can prevent llama.cpp's threads from using the tiles (llama.cpp's
+    pull request 26954).
     """
     if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
         return False
@@ -71,7 +74,7 @@ def _has_amx() -> bool:
 
 
 class Lifetime:
-    """Counts the users of an object, so that closing it waits for them and rejects new ones. Any thread may use it.
+    """Counts an object's users, so that closing it waits for them and rejects new users. Any thread may use it.
 
     with lifetime:  # raises EngineStopped after the object was closed
         ...  # use the object
@@ -98,7 +101,7 @@ class Lifetime:
                 self._changed.notify_all()
 
     def end(self, timeout_s: float) -> bool:
-        """Reject new users, and wait until the last user has finished. Return False after `timeout_s`.
+        """Reject new users and wait until the last user has finished. Return False after `timeout_s`.
 
         Repeated calls are allowed.
         """
@@ -109,7 +112,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FimTokens:
-    """The tokens for filling in the middle of a text. A token that the vocabulary doesn't have is -1."""
+    """The tokens for filling in the middle of a text. A token that is not in the vocabulary is -1."""
 
     prefix: int
     suffix: int
@@ -119,16 +122,16 @@ class FimTokens:
 
 
 class LlamaModel:
-    """The weights of a GGUF file, which its contexts share. The contexts must be closed before the model.
+    """The weights of a GGUF file, shared by its contexts. The contexts must be closed before the model.
 
-    The model is its own Vocabulary. Any thread may tokenize and look up tokens.
+    The model also implements Vocabulary. Any thread may tokenize and look up tokens.
     """
 
     def __init__(self, path: Path, *, n_gpu_layers: int = -1, vocab_only: bool = False, dry: bool = False) -> None:
         """Load the file. Raises ModelLoadFailed.
 
-        With `vocab_only`, the model can only tokenize. With `dry`, it has no weights, and its contexts have no cells.
-        Their buffer sizes are logged (no_alloc in llama.h), but the contexts must not be used.
+        With `vocab_only`, the model can only tokenize. With `dry`, the model has no weights, and its contexts have no
+        cells. Their buffer sizes are logged (no_alloc in llama.h), but the contexts must not be used.
         """
         initialise()
         params = lib.llama_model_default_params()
@@ -169,13 +172,13 @@ class LlamaModel:
         return Grammars(pieces, controls, self._ends, functools.lru_cache(_MAX_SPELLINGS)(self._spell))
 
     def _spell(self, text: bytes) -> list[int]:
-        """Return the tokens of a text within another text, or an empty list if they are unknown."""
+        """Return the tokens that represent a text inside another text, or an empty list if they are unknown."""
         with contextlib.suppress(EngineStopped):
             return spell(text, lambda part: self.tokenize(part, add_special=False), self.token_bytes)
         return []
 
     def breakers(self, texts: Sequence[str]) -> Breakers:
-        """Return the tokens of DRY's sequence breakers. Any thread may call this."""
+        """Return the tokens of these DRY sequence breakers. Any thread may call this method."""
         return joined(self._breaker(text) for text in texts)
 
     def _find_breaker(self, text: str) -> Breakers:
@@ -197,7 +200,7 @@ class LlamaModel:
         )
 
     def metadata(self, key: str) -> str | None:
-        """Return a metadata value as text, or None if the file does not have it."""
+        """Return a metadata value as text, or None if the file doesn't contain the key."""
         with self.lifetime:
             length = lib.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
             if length < 0:
@@ -207,13 +210,13 @@ class LlamaModel:
             return buffer.value.decode(errors="replace")
 
     def number(self, name: str) -> int | None:
-        """Return an integer from the architecture's metadata, for example the value of "attention.key_length"."""
+        """Return an integer from the architecture's metadata, such as the value of "attention.key_length", or None."""
         value = self.metadata(f"{self.info.architecture}.{name}")
         return int(value) if value is not None and value.isdigit() else None
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the model's chat template, or None."""
+        """The Jinja source of the model's chat template, or None if the model has no chat template."""
         with self.lifetime:
             template = lib.llama_model_chat_template(self.pointer, None)
             return template.decode(errors="replace") if template else None
@@ -224,7 +227,7 @@ class LlamaModel:
 
     @functools.cached_property
     def added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that `tokenize` adds before and after a text, such as BOS before it, or EOS or SEP after it."""
+        """The tokens that `tokenize` adds before and after a text, such as BOS before it and EOS or SEP after it."""
         with self.lifetime:
             both = tuple(self.tokenize(""))
             num_before = min(len(both), int(lib.llama_vocab_get_add_bos(self.vocab)))
@@ -232,7 +235,7 @@ class LlamaModel:
 
     @functools.cached_property
     def special_tokens(self) -> list[SpecialToken]:
-        """The special tokens that llama.cpp finds in a text before it tokenizes the rest, longest first."""
+        """The special tokens that llama.cpp searches for before it tokenizes the rest of a text, longest first."""
         found = []
         with self.lifetime:
             for token in range(self.info.n_vocab):
@@ -251,7 +254,7 @@ class LlamaModel:
         )
 
     def special_text(self, name: str) -> str:
-        """Return the text that stands for the `bos` or `eos` token in templates, or "" if the model has none."""
+        """Return the text of the `bos` or `eos` token for templates, or "" if the model doesn't have the token."""
         with self.lifetime:
             token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[name](self.vocab)
             return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
@@ -272,7 +275,7 @@ class LlamaModel:
         return list(tokens[:count])
 
     def tokenize_marked(self, text: str, marked: str, markup: frozenset[str] = frozenset()) -> list[int]:
-        """Tokenize a prompt as `markup.tokenize_marked` does, without adding tokens before or after it."""
+        """Tokenize a prompt like `markup.tokenize_marked`, without adding tokens before or after it."""
         with self.lifetime:
             cuts = (
                 lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE
@@ -284,12 +287,12 @@ class LlamaModel:
         return tokenize_marked(text, marked, self.special_tokens, markup if cuts else frozenset(), tokenize)
 
     def piece_of(self, token: int) -> bytes:
-        """Return the bytes of a token, with the text of a control token."""
+        """Return a token's bytes. For a control token, return its text."""
         return self.token_bytes(token) or self._piece(token, special=True)
 
     @functools.cached_property
     def fim_tokens(self) -> FimTokens:
-        """The tokens with which the model fills in the middle of a text."""
+        """The model's tokens for filling in the middle of a text."""
         with self.lifetime:
             return FimTokens(
                 prefix=lib.llama_vocab_fim_pre(self.vocab),
@@ -318,7 +321,7 @@ class LlamaModel:
         return token in self._ends
 
     def load_adapter(self, path: Path) -> int:
-        """Load a LoRA adapter, and return its address. Raises AdapterLoadFailed."""
+        """Load a LoRA adapter and return its address. Raises AdapterLoadFailed."""
         check_adapter_file(path, self.info.architecture)
         with self.lifetime, self.adapters_lock:
             llama_log.take_errors()
@@ -333,17 +336,17 @@ class LlamaModel:
         return address
 
     def free_adapter(self, handle: int) -> None:
-        """Free an adapter that no context uses. Repeated calls have no effect."""
+        """Free an adapter that is not used by any context. Repeated calls have no effect."""
         with self.adapters_lock:
             if handle in self._adapters:
                 self._adapters.remove(handle)
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Wait until the adapters and the weights are unused, and free them. Repeated calls are allowed.
+        """Wait until the adapters and the weights are unused, then free them. Repeated calls are allowed.
 
-        All contexts of the model must be closed first. If the model is still in use after `timeout_s`, nothing is freed
-        and the result is False. Later uses raise EngineStopped.
+        All of the model's contexts must be closed first. If the model is still in use after `timeout_s`, nothing is
+        freed, and the result is False. Any later use raises EngineStopped.
         """
         if not self.lifetime.end(timeout_s):
             return False
@@ -365,7 +368,7 @@ def adapter_pointer(address: int) -> Any:
 def spell(text: bytes, tokenize: Callable[[str], list[int]], piece_of: Callable[[int], bytes]) -> list[int]:
     """Return the tokens of a text, or an empty list if they can't be determined.
 
-    Some vocabularies add a space before a text. The tokens are then found after a line break.
+    Some vocabularies add a space before a text. In this case, the text is tokenized after a line break.
     """
     readable = text.decode(errors="ignore")  # the text may end within a character
     expected = readable.encode()

@@ -1,9 +1,9 @@
-"""Provide enough stack for vocabularies that make llama.cpp split texts with the recursive `std::regex`.
+"""Provide enough stack for vocabularies with which llama.cpp splits texts using the recursive `std::regex`.
 
 The recursion depth grows with the length of a word. Each character of an unbroken run takes 321 bytes of stack,
-whichever expression is used (measured with llama-cpp-python 0.3.36 on x86-64). Common vocabularies do not recurse,
-because llama.cpp has special code for them (unicode.cpp: unicode_regex_split_custom), or because their expressions
-match few characters at once. All other vocabularies count as recursive.
+regardless of the expression (measured with llama-cpp-python 0.3.36 on x86-64). Common vocabularies don't recurse.
+llama.cpp has special code for them (unicode.cpp: unicode_regex_split_custom), or their expressions match only a few
+characters at a time. All other vocabularies are treated as recursive.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _RUNS = {
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The method that a vocabulary uses to split texts into words.
+    """The method by which a vocabulary splits texts into words.
 
-    `name` is `tokenizer.ggml.pre` of a BPE vocabulary, "" if it has none, and None for other types of vocabularies.
+    `name` is `tokenizer.ggml.pre` for a BPE vocabulary ("" if it is missing), and None for other types of vocabularies.
     """
 
     name: str | None
@@ -59,7 +59,10 @@ class PreTokenizer:
         return self.name is not None and self.name not in ITERATIVE
 
     def run(self, text: str, work: Callable[[], T]) -> T:
-        """Call `work`, which tokenizes the text, in a thread with enough stack. Raises InvalidRequest."""
+        """Return the result of `work`, which tokenizes the text. Raises InvalidRequest.
+
+        If the vocabulary recurses and the text is long, `work` is called in a thread with enough stack.
+        """
         if not self.recurses or (len(text) <= SHALLOW_CHARS and self.name != "superbpe"):
             return work()
         self._check(text)
@@ -82,7 +85,7 @@ class PreTokenizer:
 
 
 def _longest(pattern: re.Pattern[str], text: str) -> int:
-    """Return the length of the longest match."""
+    """Return the length of the longest match in the text, or 0."""
     return max((match.end() - match.start() for match in pattern.finditer(text)), default=0)
 
 

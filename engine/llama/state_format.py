@@ -2,13 +2,13 @@
 
 llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). It consists of a magic
 number, the slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with the number
-of streams. Each stream starts with its number of cells, followed by the cells if there are any. The cells of a slot are
-in one stream. The block of a recurrent memory has no streams, and is the last block.
+of streams. Each stream starts with its number of cells, followed by the cells. All cells of a slot are in the same
+stream. The block of a recurrent memory is the last block and has no streams.
 
-The portable format consists of `_HEAD`, the lengths of the stored streams of all blocks of cells, reserved space, the
-streams, and the recurrent block. The reserved space precedes the first stream, and is large enough for everything that
-precedes this stream in llama.cpp's format. If there is at most one block of cells, a state can therefore be converted
-back in place.
+The portable format consists of `_HEAD`, the lengths of the stored streams of all cell blocks, reserved space, the
+streams, and the recurrent block. The reserved space precedes the first stream. It is large enough for everything that
+precedes this stream in llama.cpp's format. A state with at most one block of cells can therefore be converted back in
+place.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CELL_EXTRAS = (0, 12)  # bytes per cell; some models store two more positions a
 
 
 def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> memoryview:
-    """Return a state of `num_tokens` in the portable format. Raises ValueError if its layout is unknown.
+    """Return a state of `num_tokens` tokens in the portable format. Raises ValueError if its layout is unknown.
 
-    `num_cell_blocks` is the number of blocks before the recurrent block, or None if there is no recurrent block.
+    `num_cell_blocks` is the number of blocks before the recurrent block, or None if the state has no recurrent block.
     """
     data = state.data
     if len(data) < 8 or _u32(data, 0) != MAGIC:
@@ -47,9 +47,9 @@ def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> m
 
 
 def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | None) -> tuple[Bytes, int]:
-    """Return a state for llama.cpp with `num_streams` streams, and its number of tokens.
+    """Convert a portable state to llama.cpp's format with `num_streams` streams.
 
-    Raises ValueError if the state is damaged.
+    Return the converted state and its number of tokens. Raises ValueError if the state is damaged.
 
     A writable buffer is converted in place if possible, which saves a copy.
     """
@@ -64,7 +64,7 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
     start = _HEAD.size + 8 * num_blocks + _RESERVED
     end = start + sum(lengths)
     if end > len(data) or (is_cells_only and end != len(data)):
-        raise ValueError("the lengths in the state's header do not match its size")
+        raise ValueError("the lengths in the state's header don't match its size")
     # llama.cpp reads the cells into the slot's own stream, whichever stream of the state has them.
     before = [struct.pack("<I", num_streams) + bytes(4 * (num_streams - bool(length))) for length in lengths]
     first = struct.pack("<II", MAGIC, 0) + b"".join(before[:1])
@@ -80,7 +80,10 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Bytes:
-    """Return the concatenated parts. Unlike `bytes.join`, this releases the GIL, so the engine thread can continue."""
+    """Return the concatenated parts.
+
+    Unlike `bytes.join`, this function releases the GIL, so the engine thread can continue.
+    """
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts if len(part)])
 
 
@@ -88,7 +91,7 @@ _Streams = list[tuple[int, int]]  # start and end of the cells of each block; eq
 
 
 def _whole(data: memoryview, num_blocks: int | None) -> Iterator[tuple[_Streams, int]]:
-    """Yield the layout that fits the whole state, if there is one, and the start of the recurrent block."""
+    """Yield each layout that fits the whole state, with the start of the recurrent block."""
     for extra in _CELL_EXTRAS:
         for streams, end in _blocks(data, 8, num_blocks, extra):
             if (num_blocks is None) == (end == len(data)):
@@ -109,7 +112,7 @@ def _blocks(data: memoryview, at: int, num_blocks: int | None, extra: int) -> It
 
 
 def _block(data: memoryview, at: int, extra: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield possible ranges of the cells of a block, each with the end of the block."""
+    """Yield the possible ranges of a block's cells, each with the end of the block."""
     num_streams = _u32(data, at)
     if not 1 <= num_streams <= _MAX_STREAMS:
         return
@@ -126,7 +129,7 @@ def _block(data: memoryview, at: int, extra: int) -> Iterator[tuple[tuple[int, i
 
 
 def _cells(data: memoryview, at: int, extra: int) -> Iterator[int]:
-    """Yield possible ends of the cells that start at `at`, which have keys and values, or only keys."""
+    """Yield the possible ends of the cells that start at `at`. The cells contain keys and values, or only keys."""
     count, size = _u32(data, at), 12 + extra
     at += 4
     if len(data) < at + count * size:
@@ -147,7 +150,10 @@ def _cells(data: memoryview, at: int, extra: int) -> Iterator[int]:
 
 
 def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """Return the end of `num_layers` layers, each with a type, the length of a row, and one row per cell."""
+    """Return the end of `num_layers` layers.
+
+    Each layer consists of a type, a row length, and one row per cell.
+    """
     for _ in range(num_layers):
         _, row = struct.unpack_from("<iQ", data, at)
         at = _skip(data, at + 12, row, count)
@@ -155,7 +161,10 @@ def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
 
 
 def _columns(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """Return the end of layers with transposed values, each with a type, an element size, and a number of elements."""
+    """Return the end of `num_layers` layers with transposed values.
+
+    Each layer consists of a type, an element size, a number of elements, and the values.
+    """
     for _ in range(num_layers):
         _, size, width = struct.unpack_from("<iII", data, at)
         at = _skip(data, at + 12, size * width, count)

@@ -1,9 +1,9 @@
-"""The memory budget: how much memory models need and devices have. The arithmetic needs neither models nor devices.
+"""The memory budget: how much memory models need, and how much memory the devices have.
 
-With "auto", the available memory is the free memory of the devices, minus a margin, minus the needs of loads in
-progress. Mapped weights need special care. The operating system counts their pages as free, because it can drop and
-reread them, but a model without its weights in memory is as slow as the disk. Therefore, they count in full while the
-model is loaded.
+The arithmetic requires neither models nor devices. With "auto", the available memory is the devices' free memory, minus
+a margin and the needs of loads in progress. Mapped weights are a special case. The operating system counts their pages
+as free, because it can drop and reread them. However, a model whose weights are not in memory is only as fast as the
+disk. Mapped weights therefore count in full while the model is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with separate memory. Its name comes from ggml, for example "CPU" or "CUDA0"."""
+    """A device with its own memory. Its name comes from ggml, such as "CPU" or "CUDA0"."""
 
     name: str
     kind: DeviceKind
@@ -36,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Vram:
-    """The memory of all devices except the CPU. `used_bytes` includes the memory of other programs."""
+    """The combined memory of all devices except the CPU. `used_bytes` includes the memory used by other programs."""
 
     total_bytes: int
     free_bytes: int
@@ -44,7 +44,7 @@ class Vram:
 
 
 def vram_of(devices: Iterable[Device]) -> Vram | None:
-    """Return the total memory of these devices, or None if no device has memory of its own."""
+    """Return the total memory of all GPUs among these devices, or None if there are no GPUs."""
     gpus = [device for device in devices if device.kind != "cpu"]
     if not gpus:
         return None
@@ -54,10 +54,11 @@ def vram_of(devices: Iterable[Device]) -> Vram | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The bytes that a model takes on one device. `mapped_bytes` is the part of the weights in the page cache.
+    """The number of bytes that a model uses on one device.
 
-    `saved_bytes` is the space for KV states in RAM, including states on their way to and from disk. It counts in full,
-    because it may be used at any time.
+    `mapped_bytes` is the part of the weights that is in the page cache. `saved_bytes` is the space for KV states in
+    RAM, including states that are being read from or written to disk. This space counts in full, because it may be used
+    at any time.
     """
 
     weights_bytes: int = 0
@@ -68,23 +69,23 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        """The total without `mapped_bytes`, which is part of the weights."""
+        """The total number of bytes. `mapped_bytes` is not added, because it is part of the weights."""
         return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The bytes that a model takes, by device."""
+    """The number of bytes that a model uses on each device."""
 
     devices: Mapping[str, MemoryUse] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        """The total on all devices."""
+        """The total number of bytes on all devices."""
         return self.on(ALL_DEVICES).total_bytes
 
     def on(self, device: str) -> MemoryUse:
-        """Return the use of one device, or of ALL_DEVICES."""
+        """Return the memory use on one device, or on all devices for ALL_DEVICES."""
         if device != ALL_DEVICES:
             return self.devices.get(device, MemoryUse())
         return _sum(self.devices.values())
@@ -95,7 +96,7 @@ class Footprint:
         return Footprint({name: _sum([self.on(name), other.on(name)]) for name in names})
 
     def by_device(self) -> dict[str, int]:
-        """Return the number of bytes by device."""
+        """Return the total number of bytes for each device."""
         return {name: usage.total_bytes for name, usage in self.devices.items()}
 
 
@@ -105,7 +106,7 @@ def _sum(parts: Collection[MemoryUse]) -> MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The device on which a footprint doesn't fit, with its sizes."""
+    """The device on which a footprint doesn't fit, with the required and available bytes."""
 
     device: str
     required_bytes: int
@@ -114,12 +115,15 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """The bytes that are available on each device, or on all devices together under the name ALL_DEVICES."""
+    """The number of bytes available on each device.
+
+    A budget for all devices together has the name ALL_DEVICES.
+    """
 
     free: Mapping[str, int]
 
     def needed(self, footprint: Footprint) -> dict[str, int]:
-        """Return the bytes that a footprint takes, under the names of `free`. Unknown devices are omitted."""
+        """Return the bytes that a footprint requires, for each name in `free`. Other devices are omitted."""
         if ALL_DEVICES in self.free:
             return {ALL_DEVICES: footprint.total_bytes}
         return {name: size for name, size in footprint.by_device().items() if name in self.free}
@@ -134,7 +138,7 @@ class AvailableMemory:
         return max(shortages, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
 
     def minus(self, footprint: Footprint) -> AvailableMemory:
-        """Return the memory that remains available after this footprint has been allocated."""
+        """Return the memory that is still available after this footprint has been allocated."""
         needed = self.needed(footprint)
         return AvailableMemory({name: size - needed.get(name, 0) for name, size in self.free.items()})
 
@@ -148,12 +152,12 @@ class AvailableMemory:
 
 
 def margin(device: Device) -> int:
-    """Return the bytes of a device that "auto" leaves to other programs."""
+    """Return the number of bytes on a device that "auto" leaves to other programs."""
     return min(MAX_MARGIN_BYTES, int(device.total_bytes * MARGIN_SHARE))
 
 
 class Budget:
-    """The memory that each model has reserved, and the available memory. Any thread may use it, and no call waits."""
+    """The memory reserved for each model, and the available memory. Any thread may use it, and no call waits."""
 
     def __init__(
         self,
@@ -161,7 +165,10 @@ class Budget:
         devices: Callable[[], Sequence[Device]],
         num_saved: Callable[[str], int] = lambda model_id: 0,
     ) -> None:
-        """Create a budget. `num_saved` returns how many bytes of a model's quota its saved states currently use."""
+        """Create a budget.
+
+        `num_saved` returns the number of bytes that a model's saved states currently use.
+        """
         self.limit = limit
         self._devices = devices
         self._num_saved = num_saved
@@ -173,7 +180,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def reserve(self, model_id: str, footprint: Footprint) -> None:
-        """Reserve memory for a model. Its load is in progress until `settle` is called."""
+        """Reserve memory for a model. Its load counts as in progress until `settle` is called."""
         with self._lock:
             if not self._in_flight:
                 self._before = self._measured()
@@ -183,13 +190,13 @@ class Budget:
             self._in_flight.add(model_id)
 
     def settle(self, model_id: str, footprint: Footprint) -> None:
-        """Finish a load. From now on, the memory that the model really takes counts."""
+        """Finish a load, and replace the planned footprint with the model's actual footprint."""
         with self._lock:
             self._taken[model_id] = footprint
             self._in_flight.discard(model_id)
 
     def release(self, model_id: str) -> None:
-        """Release the memory of a model that was unloaded or could not be loaded."""
+        """Release the memory of a model that has been unloaded or has failed to load."""
         with self._lock:
             footprint = self._taken.pop(model_id, Footprint())
             self._in_flight.discard(model_id)
@@ -202,7 +209,10 @@ class Budget:
             return dict(self._taken)
 
     def available(self) -> AvailableMemory:
-        """Return the available memory. "unlimited" is measured like "auto", because open sizes depend on the result."""
+        """Return the available memory.
+
+        For "unlimited", it is measured as for "auto", because the chosen context and quota depend on the result.
+        """
         with self._lock:
             if isinstance(self.limit, int):
                 remaining = self.limit - sum(taken.total_bytes for taken in self._taken.values())
@@ -226,7 +236,11 @@ class Budget:
 def choose_victims(
     available: AvailableMemory, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]
 ) -> list[str]:
-    """Return as many of the first models of `idle` as a footprint needs to fit, or [] if even all are not enough."""
+    """Return the ids of the idle models to unload so that a footprint fits.
+
+    Models are taken from the start of `idle`, until enough memory is free. If unloading all of them would not be
+    enough, return [].
+    """
     for count in range(1, len(idle) + 1):
         if available.plus(taken for _, taken in idle[:count]).shortage(footprint) is None:
             return [model_id for model_id, _ in idle[:count]]
@@ -234,7 +248,7 @@ def choose_victims(
 
 
 def readable(num_bytes: float) -> str:
-    """Return a size in readable form, such as "1.5 GiB"."""
+    """Return a size in human-readable form, such as "1.5 GiB"."""
     size, unit = float(num_bytes), 0
     while abs(size) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1

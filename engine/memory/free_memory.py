@@ -1,4 +1,4 @@
-"""Free RAM for this process: the machine's free RAM, or less if a container has a lower limit."""
+"""The RAM available to this process: the machine's free RAM, or less if a container has a lower limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _NO_LIMIT = 1 << 60  # v1 reports a number near 2**63 if there is no limit
 
 
 def ram() -> tuple[int, int]:
-    """Return total and free RAM in bytes. The page cache counts as free, because the system drops it on demand."""
+    """Return the total and free RAM in bytes.
+
+    The page cache counts as free, because the operating system drops it on demand.
+    """
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     limit = group_limit()
@@ -26,7 +29,10 @@ def ram() -> tuple[int, int]:
 
 
 def group_limit(root: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
-    """Return the limit of this process's control groups (v1 or v2) and the free bytes, or None without a limit."""
+    """Return the RAM limit of this process's control groups (v1 or v2) and the free bytes.
+
+    Return None if the control groups have no limit.
+    """
     found = [limit for folder in control_groups("memory", root, own) if (limit := _limit(folder)) is not None]
     return (min(limit for limit, _ in found), min(free for _, free in found)) if found else None
 
@@ -53,7 +59,7 @@ def _page_cache(path: Path) -> int:
 
 
 def give_memory_back() -> None:
-    """Collect reference cycles, and return the freed pages that glibc would keep to the system."""
+    """Collect reference cycles, and return freed pages that glibc would otherwise keep to the operating system."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # musl has no malloc_trim

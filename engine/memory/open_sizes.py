@@ -1,4 +1,4 @@
-"""Sizes that the options leave open: the context of a slot, and the quota of saved states in RAM."""
+"""Choose the sizes that the options don't specify: the context per slot, and the RAM quota for saved states."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ RAM_SHARE = 0.25  # largest share of the available memory for saved states with 
 def choose_ctx(
     measure: Callable[[int], Footprint], available: AvailableMemory, n_ctx_train: int, *, first: int | None = None
 ) -> tuple[int, Footprint]:
-    """Return the number of tokens per slot and its footprint. If not even the minimum fits, return the minimum.
+    """Choose the number of tokens per slot, and return it with its footprint.
 
-    `measure` returns the footprint for a number of tokens per slot. `first` is the first number to try.
+    If even the minimum does not fit, return the minimum. `measure` returns the footprint for a number of tokens per
+    slot. `first` is the first number to try.
     """
     minimum = min(MIN_TOKENS, n_ctx_train)
     best = minimum, measure(minimum)
@@ -43,7 +44,10 @@ def choose_ctx(
 def _affordable(
     one: tuple[int, Footprint], other: tuple[int, Footprint], available: AvailableMemory, max_tokens: int
 ) -> int:
-    """Return the number of tokens that fit if the footprint grows linearly through these two points."""
+    """Return the number of tokens that fit if the footprint grows linearly.
+
+    `one` and `other` are two measured points, each with a number of tokens and a footprint.
+    """
     tokens = float(max_tokens)
     for start, end in zip(_constraints(one[1], available), _constraints(other[1], available), strict=True):
         slope = (end - start) / (other[0] - one[0])
@@ -57,7 +61,7 @@ def _fullness(footprint: Footprint, available: AvailableMemory) -> float:
 
 
 def _constraints(footprint: Footprint, available: AvailableMemory) -> list[float]:
-    """Return the share of each limit that a footprint takes, where 1 means the whole limit."""
+    """Return the share of each limit that a footprint uses, where 1 is the entire limit."""
     cells = {name: usage.kv_bytes for name, usage in footprint.devices.items()}
     cells[ALL_DEVICES] = sum(cells.values())
     filled = []
@@ -68,7 +72,7 @@ def _constraints(footprint: Footprint, available: AvailableMemory) -> list[float
 
 
 def choose_quota(requested: int | None, footprint: Footprint, available: AvailableMemory) -> int:
-    """Return the requested quota for saved states, or by default what fits alongside a model with this footprint."""
+    """Return the requested quota for saved states, or by default a quota that fits alongside this model."""
     if requested is not None:
         return requested
     free = [
@@ -78,6 +82,6 @@ def choose_quota(requested: int | None, footprint: Footprint, available: Availab
 
 
 def with_quota(footprint: Footprint, num_bytes: int) -> Footprint:
-    """Return the footprint with this number of bytes in RAM for saved states."""
+    """Return the footprint with this number of bytes for saved states in RAM."""
     cpu = footprint.devices.get(CPU, MemoryUse())
     return Footprint({**footprint.devices, CPU: replace(cpu, saved_bytes=num_bytes)})

@@ -1,4 +1,4 @@
-"""Resolve the sources of models, load the models within a memory budget, and call and unload them by id.
+"""Resolve model sources, load models within a memory budget, and call and unload them by id.
 
-May use: `core`, `llama`, `memory`, and what is above these.
+May use: `core`, `llama`, `memory`, and the packages above them.
 """

@@ -1,4 +1,4 @@
-"""The models of a process by id: load them, route calls to them, and unload them.
+"""The models of a process, identified by id: load them, route calls to them, and unload them.
 
 (nothing) ── load ──► loading ──► ready ── unload ──► unloading ──► (nothing)
                          │                                │
@@ -44,7 +44,10 @@ EVICT_TIMEOUT_S = 10.0  # seconds; an evicted model was idle, so only a request 
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model with its id and status. During the load, `model` is None and `capabilities` are the requested ones."""
+    """A model with its id and status.
+
+    While the model is loading, `model` is None and `capabilities` contains the requested capabilities.
+    """
 
     id: str
     source: str
@@ -58,7 +61,7 @@ class ModelEntry:
 class ModelManager:
     """Loads models, routes calls to them by id, and unloads them. It is safe to use from any thread.
 
-    A process can have only one manager, because all its models share the memory.
+    A process can have only one manager, because all of its models share the same memory.
     """
 
     _open: ModelManager | None = None
@@ -67,8 +70,9 @@ class ModelManager:
     def __init__(self, memory_budget: MemoryBudget = "auto", on_full: OnFull = "refuse") -> None:
         """Limit the total memory of all models to `memory_budget` bytes, or to the free memory with "auto".
 
-        A load that does not fit is refused. With "evict", the least recently used idle models are unloaded first, if
-        that frees enough memory. Raises InvalidRequest, and ManagerExists if another manager is open in this process.
+        If `on_full` is "refuse", loads that don't fit are refused. If it is "evict", the least recently used idle
+        models are unloaded first, provided that this frees enough memory. Raises InvalidRequest, and ManagerExists if
+        another manager is open in this process.
         """
         unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
         self._admission = MemoryAdmission(memory_budget, on_full, self._idle, unload, self._num_saved)
@@ -95,10 +99,11 @@ class ModelManager:
     ) -> Model:
         """Load a model and return it. Without `model_id`, the id is derived from the source.
 
-        The first model is the default until another one is loaded with `default`. Meanwhile, other models continue to
-        serve, and other threads can load models. A failed load leaves nothing behind. Without `capabilities`, the model
-        gets those that suit its file. `adapters` maps each name to a source and a scale (see Model.load_adapter).
-        Raises IdTaken, InsufficientMemory, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
+        The first model is the default until another model is loaded with `default`. During the load, other models
+        continue to serve requests, and other threads can load models. After a failed load, no part of the model stays
+        in memory. Without `capabilities`, the model gets the capabilities that suit its file. `adapters` maps each name
+        to a source and a scale (see Model.load_adapter). Raises IdTaken, InsufficientMemory, ModelLoadFailed,
+        AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
         requested = None if capabilities is None else frozenset(capabilities)
         entry = self._reserve(model_id, source, requested or frozenset())
@@ -146,7 +151,7 @@ class ModelManager:
         )
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
-        """Run `load` in a new thread. The future returns the model, or raises the errors of `load`."""
+        """Run `load` in a new thread. The future returns the model or raises the errors of `load`."""
         return in_background(lambda: self.load(model_id, source, **options), f"cellama-load-{model_id or source}")
 
     def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
@@ -162,10 +167,11 @@ class ModelManager:
         return entry
 
     def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Accept no more requests for a model, wait until it is neither held nor in use, and free its memory.
+        """Stop accepting requests for a model, wait until it is neither held nor in use, and free its memory.
 
         If it is the default model, another ready model becomes the default. Raises ModelNotLoaded, and ModelBusy if the
-        model is still in use after `timeout_s`. The model then serves again, as the default if it was the default.
+        model is still in use after `timeout_s`. In the latter case, the model accepts requests again, and becomes the
+        default again if it was the default before.
         """
         with self._lock:
             entry = self._ready(model_id)
@@ -210,10 +216,10 @@ class ModelManager:
         log.info("model unloaded", model=entry.id)
 
     def get(self, model_id: str) -> Model:
-        """Return the model with this id, or the default model for the id ":default". Raises ModelNotLoaded.
+        """Return the model with this id, or the default model if the id is ":default". Raises ModelNotLoaded.
 
-        After the model has been unloaded, all of its methods raise EngineStopped. To keep it loaded while you use it,
-        call `hold`.
+        Once the model has been unloaded, all of its methods raise EngineStopped. To keep it loaded while you are using
+        it, call `hold`.
         """
         with self._lock:
             model = self._ready(model_id).model
@@ -222,7 +228,7 @@ class ModelManager:
 
     @contextlib.contextmanager
     def hold(self, model_id: str) -> Iterator[Model]:
-        """Return the model as `get` does, and keep it loaded until the end of the `with` block."""
+        """Return the model like `get`, and keep it loaded until the end of the `with` block."""
         with self._lock:
             entry = self._ready(model_id)
             entry.num_holds += 1
@@ -235,7 +241,7 @@ class ModelManager:
                 self._lock.notify_all()
 
     def _ready(self, model_id: str) -> ModelEntry:
-        """Return the entry of a model that is ready. Raises ModelNotLoaded. The caller holds the lock."""
+        """Return the entry of a ready model. Raises ModelNotLoaded. The caller must hold the lock."""
         entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
         if entry is None or entry.status != "ready" or entry.model is None:
             raise self._not_loaded(model_id)
@@ -262,7 +268,7 @@ class ModelManager:
             return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
-        """Call Model.stream. Raises ModelNotLoaded immediately, rather than with the first chunk."""
+        """Call Model.stream. ModelNotLoaded is raised immediately rather than with the first chunk."""
         chosen = self.get(model_id).id
         return self._stream(chosen, prompt, params)
 
@@ -289,7 +295,10 @@ class ModelManager:
             return entry is not None and entry.status == "ready"
 
     def is_leaving(self, model_id: str) -> bool:
-        """Return whether the model is unloading. Without a default, ":default" is unloading if any model is."""
+        """Return whether the model is unloading.
+
+        If there is no default model, ":default" counts as unloading while any model is unloading.
+        """
         with self._lock:
             if model_id == DEFAULT_MODEL and self._default is None:
                 return any(entry.status == "unloading" for entry in self._entries.values())
@@ -303,11 +312,11 @@ class ModelManager:
 
     @property
     def default(self) -> str | None:
-        """The id of the default model."""
+        """The id of the default model, or None if no model is the default."""
         return self._default
 
     def models(self) -> Mapping[str, Model]:
-        """Return all models that accept requests now, by id."""
+        """Return all models that are currently accepting requests, keyed by id."""
         with self._lock:
             return {id_: entry.model for id_, entry in self._entries.items() if entry.model and entry.status == "ready"}
 
@@ -317,11 +326,14 @@ class ModelManager:
             return list(self._entries.values())
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
-        """Use `evict` to unload idle models when memory is needed. It must return only after the model is unloaded."""
+        """Use `evict` to unload idle models when memory is needed.
+
+        `evict` must return only after the model has been unloaded.
+        """
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
-        """Return the engines and embedders of all models, so that they can share the cores."""
+        """Return claims for the engines and embedders of all models, so that they can share the cores."""
         return [
             Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
             for model in self.models().values()
@@ -329,15 +341,15 @@ class ModelManager:
         ]
 
     def snapshot(self) -> ManagerSnapshot:
-        """Return totals over all models, without waiting for their threads."""
+        """Return totals for all models without waiting for their threads."""
         return ManagerSnapshot.sum_of([entry.model.snapshot() for entry in self.entries() if entry.model])
 
     def memory(self) -> dict[str, Any]:
-        """Return the budget, the action when it is full, and the devices with their total and free bytes."""
+        """Return the budget, the action to take when it is full, and the devices with their total and free bytes."""
         return self._admission.report()
 
     def _idle(self) -> list[str]:
-        """Return the ids of idle models except the default, least recently used first."""
+        """Return the ids of all idle models except the default, least recently used first."""
         with self._lock:
             others = [entry for entry in self._entries.values() if entry.id != self._default]
             ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
@@ -349,10 +361,10 @@ class ModelManager:
         return 0 if model is None else model.num_saved_bytes
 
     def close(self, save_until: float | None = None) -> None:
-        """Close every model. Running requests fail with EngineStopped. Repeated calls have no effect.
+        """Close all models. Running requests fail with EngineStopped. Repeated calls have no effect.
 
-        If `cache_dir` is set, KV states are saved first. Saving ends at `save_until` (time.monotonic()), or after the
-        default time of `Model.close`.
+        If `cache_dir` is set, KV states are saved first. Saving stops at `save_until` (time.monotonic()), or after the
+        default duration of `Model.close`.
         """
         self.cores.close()
         with self._lock:
@@ -366,7 +378,7 @@ class ModelManager:
 
 
 def new_id(source: str, taken: Mapping[str, ModelEntry]) -> str:
-    """Return the name of the source as an id, with a number if the id is taken."""
+    """Return an id derived from the source's name. If the id is taken, a number is appended."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"  # as id_of_source
     number = 1
     while (candidate := name if number == 1 else f"{name}-{number}") in taken:

@@ -1,7 +1,7 @@
-"""Admit models: plan each load in a child process, and permit it only if the model fits into the memory budget.
+"""Admit models: plan each load in a child process, and allow it only if the model fits into the memory budget.
 
-llama.cpp checks many properties of a file with assertions, which abort the process. The child reads the head,
-vocabulary and shapes of the file, just as the real load does, so a damaged file aborts the child instead of a serving
+llama.cpp checks many properties of a file with assertions, which abort the process. The child process reads the file's
+header, vocabulary and shapes just as the real load does, so a damaged file aborts the child instead of a serving
 process.
 """
 
@@ -59,7 +59,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 class MemoryAdmission:
     """Keeps the memory of a process's models within a budget. It is safe to use from any thread.
 
-    Only one load is planned at a time, so that two loads can't reserve the same memory. The loads themselves run
+    Only one load is planned at a time, so two loads can't reserve the same memory. The loads themselves run
     concurrently.
     """
 
@@ -73,8 +73,8 @@ class MemoryAdmission:
     ) -> None:
         """Create the budget. Raises InvalidRequest.
 
-        `idle` returns the ids of models that may be unloaded, least recently used first. `evict` returns only after a
-        model is unloaded. `num_saved` returns the bytes of a model's states in RAM.
+        `idle` returns the ids of the models that may be unloaded, least recently used first. `evict` returns only after
+        the model has been unloaded. `num_saved` returns the size in bytes of a model's states in RAM.
         """
         if not (limit in ("auto", "unlimited") or (isinstance(limit, int) and limit > 0)):
             raise InvalidRequest(
@@ -95,7 +95,7 @@ class MemoryAdmission:
     ) -> LoadPlan:
         """Plan a load and reserve its memory.
 
-        The plan contains the tuned options, the context that fits, and the capabilities. Raises InsufficientMemory,
+        The plan contains the tuned options, the context size, and the capabilities. Raises InsufficientMemory,
         ModelLoadFailed, WrongCapability, InvalidRequest.
         """
         failed: set[str] = set()  # models that could not be evicted
@@ -112,7 +112,7 @@ class MemoryAdmission:
         return plan
 
     def report(self) -> dict[str, Any]:
-        """Return the budget, the action when it is full, and the devices, for display and for the registry."""
+        """Return the budget, the action to take when it is full, and the devices, for display and for the registry."""
         found = devices()
         vram = vram_of(found)
         return {
@@ -123,9 +123,9 @@ class MemoryAdmission:
         }
 
     def _evict_idle(self, model_id: str, footprint: Footprint, failed: set[str]) -> bool:
-        """Evict idle models, if that is allowed and frees enough memory.
+        """Evict idle models if this is allowed and frees enough memory.
 
-        Return whether any model was chosen. If so, a retry makes sense.
+        Return whether any models were chosen for eviction. If so, the load should be retried.
         """
         if self.on_full != "evict":
             return False
@@ -133,11 +133,11 @@ class MemoryAdmission:
         idle = [(other, taken[other]) for other in self._idle() if other in taken and other not in failed]
         victims = choose_victims(self.budget.available(), footprint, idle)
         for victim in victims:
-            log.info("model eviction started", model=victim, detail=f"model {model_id} needs its memory")
+            log.info("model eviction started", model=victim, detail=f"its memory is needed for model {model_id}")
             try:
                 self.evict(victim)
             except EngineError as error:
-                log.warning("model not evicted", model=victim, detail=str(error))
+                log.warning("model eviction failed", model=victim, detail=str(error))
                 failed.add(victim)
         return bool(victims)
 
@@ -161,7 +161,11 @@ class MemoryAdmission:
 
 
 def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
-    """Return advice to unload the smallest model that suffices, or all models, or "" if even that is not enough."""
+    """Return advice on which models to unload.
+
+    The advice names the smallest model that suffices, or else all models. If unloading all models would not be enough,
+    return "".
+    """
     enough = [other for other in others if other[1] >= missing_bytes]
     if enough:
         others = [min(enough, key=lambda other: other[1])]
@@ -182,14 +186,20 @@ def _describe_usage(plan: LoadPlan, device: str) -> str:
 
 
 def devices() -> list[Device]:
-    """Return the devices that models can use, with total and free bytes. Without a GPU build, this is only the CPU."""
+    """Return the devices that models can use, with their total and free bytes.
+
+    Without a GPU build of llama.cpp, the CPU is the only device.
+    """
     from cellama.engine.llama import devices
 
     return devices()
 
 
 def vram_info() -> Vram | None:
-    """Return the total, free and used bytes of all GPUs, or None without a GPU or a GPU build of llama.cpp."""
+    """Return the total, free and used bytes of all GPUs.
+
+    Return None if the machine has no GPU or llama.cpp was built without GPU support.
+    """
     return vram_of(devices())
 
 
@@ -203,10 +213,10 @@ def plan_in_child(
     requested: frozenset[Capability] | None,
     available: AvailableMemory,
 ) -> LoadPlan:
-    """Plan a load in a child process, as `llama.plan_load` does.
+    """Plan a load in a child process, like `llama.plan_load`.
 
-    Options that are not set get the values from `cellama tune`. The plan includes the memory of the draft model. Raises
-    WrongCapability and InvalidRequest. Raises ModelLoadFailed if the file can't be loaded or aborts llama.cpp.
+    Unset options get the values chosen by `cellama tune`. The plan includes the memory of the draft model. Raises
+    WrongCapability and InvalidRequest. Raises ModelLoadFailed if the file can't be loaded or makes llama.cpp abort.
     """
     plan = _plan_one(model_id, path, options, requested, available)
     if plan.options.draft is None:
@@ -226,7 +236,7 @@ def plan_in_child(
 def _plan_draft(path: Path, options: EngineOptions, available: AvailableMemory) -> Footprint:
     """Return the memory of the draft model for the model at `path`.
 
-    Raises ModelLoadFailed if the draft model can't draft for that model.
+    Raises ModelLoadFailed if the draft model can't be used with that model.
     """
     assert options.draft is not None
     requested: frozenset[Capability] = frozenset({"generate"})
@@ -289,7 +299,7 @@ def _run_child(path: Path, request: str) -> Mapping[str, Any]:
 
 
 def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
-    """Return the plan in the format that the child writes."""
+    """Return the plan in the format that the child process writes."""
     return {
         "options": asdict(plan.options),
         "footprint": {name: asdict(usage) for name, usage in plan.footprint.devices.items()},
@@ -311,7 +321,10 @@ def _plan_of(answer: Mapping[str, Any]) -> LoadPlan:
 
 
 def main() -> None:
-    """Plan one load in the child process. Read JSON from stdin, and write JSON to stdout."""
+    """Plan one load in the child process.
+
+    The request is read from stdin as JSON, and the result is written to stdout as JSON.
+    """
     try:
         answer = _plan(json.load(sys.stdin))
     except EngineError as error:

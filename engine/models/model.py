@@ -58,9 +58,9 @@ _prepared = functools.lru_cache(maxsize=_MAX_PREPARED)(prepare_schema)
 
 
 def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: ChatOptions) -> TextConstraint | None:
-    """Return the constraint on the text of a chat, from the given sampling parameters and the model's defaults.
+    """Return the constraint on a chat's text, given the request's sampling parameters and the model's defaults.
 
-    A forced tool call replaces the defaults. Raises InvalidRequest.
+    If the options force a tool call, the defaults are ignored. Raises InvalidRequest.
     """
     sampling = sampling_of(given, {} if options.forces_call else defaults)
     kind = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
@@ -68,7 +68,7 @@ def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: 
 
 
 def _as_user(message: Message) -> Message:
-    """Return a message in which a system message has become a user message."""
+    """Return the message, with the role "user" if it is a system message."""
     return {**message, "role": "user"} if message.get("role") == "system" else message
 
 
@@ -76,10 +76,10 @@ class Texts:
     """Tokenizes texts and renders chat prompts for a model. It is safe to use from any thread."""
 
     def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
-        """Use the vocabulary of `weights`. `name` appears in error messages.
+        """Create an object that uses the vocabulary of `weights`. `name` appears in error messages.
 
-        With `control_tokens_in_text`, control tokens in the text of messages are recognised. By default, only the chat
-        template can write them.
+        With `control_tokens_in_text`, control tokens are recognised in the text of messages. By default, control tokens
+        can only come from the chat template.
         """
         self._name = name
         self._weights = weights
@@ -88,7 +88,7 @@ class Texts:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The model's chat template. Raises TemplateFailed if it is missing or does not compile."""
+        """The model's chat template. Raises TemplateFailed if it is missing or doesn't compile."""
         source = self._weights.chat_template
         if source is None:
             raise TemplateFailed(
@@ -97,9 +97,9 @@ class Texts:
         return self._compiled(source)
 
     def _template_for(self, options: ChatOptions) -> ChatTemplate:
-        """Return the template that the options contain, or else the model's own. Raises TemplateFailed.
+        """Return the template given by the options, or else the model's own template. Raises TemplateFailed.
 
-        The process of a caller's template ends when the template is no longer cached or used.
+        The process for a caller's template ends when the template is no longer cached or in use.
         """
         return self.template if options.chat_template is None else self._callers_templates(options.chat_template)
 
@@ -118,7 +118,7 @@ class Texts:
 
     @functools.cached_property
     def follows_replies(self) -> bool:
-        """Whether messages can be appended to a reply without changing the tokens of the reply."""
+        """Whether messages can be appended to a reply without changing the reply's tokens."""
         try:
             after_reply([{"role": "user", "content": "."}], self.template.render)
         except TemplateFailed:
@@ -127,7 +127,10 @@ class Texts:
 
     @functools.cached_property
     def chat_features(self) -> tuple[str, ...]:
-        """The features that the chat template supports: "tools" and "thinking". It is empty without a chat template."""
+        """The features supported by the chat template: "tools" and "thinking".
+
+        The tuple is empty if the model has no chat template.
+        """
         if self._weights.chat_template is None:
             return ()
         supported = {"tools": self.template.supports_tools, "thinking": self.template.supports_thinking}
@@ -140,7 +143,7 @@ class Texts:
         self._callers_templates.cache_clear()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the token ids of a text. With `parse_special`, special tokens in the text are recognised."""
+        """Return the token ids of a text. With `parse_special`, special tokens are recognised in the text."""
         return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def tokens_of(self, texts: Iterable[str | Sequence[int]]) -> list[list[int]]:
@@ -156,27 +159,28 @@ class Texts:
         return ids
 
     def detokenize(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Control tokens have no text. Raises InvalidRequest."""
+        """Return the text of the tokens. Control tokens produce no text. Raises InvalidRequest."""
         ids = self._known(tokens)
         with self._weights.lifetime:
             return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
 
     def pieces_of(self, tokens: Iterable[int]) -> list[bytes]:
-        """Return the bytes of each token, with the text of control tokens. Raises InvalidRequest."""
+        """Return the bytes of each token. For control tokens, return their text. Raises InvalidRequest."""
         return [self._weights.piece_of(token) for token in self._known(tokens)]
 
     def fill_in_the_middle(
         self, prefix: str | Sequence[int], suffix: str, others: Sequence[tuple[str, str]] = ()
     ) -> list[int]:
-        """Return the prompt for the text between a prefix and a suffix. Raises InvalidRequest.
+        """Return a prompt for generating the text between a prefix and a suffix. Raises InvalidRequest.
 
-        `others` are files of the same project, each with its name and text. The format is that of llama-server.
+        `others` contains the names and texts of other files in the same project. The prompt has the same format as in
+        llama-server.
         """
         fim = self._weights.fim_tokens
         if min(fim.prefix, fim.suffix, fim.middle) < 0:
             raise InvalidRequest(
                 f"suffix: model {self._name!r} has no tokens to fill in the middle of a text; remove the suffix, or "
-                "use a model of code that was trained for this"
+                "use a code model that was trained for this"
             )
         before = list(self._weights.added_tokens[0])
         if others and fim.repository >= 0:
@@ -193,7 +197,10 @@ class Texts:
         return self.tokenize(text, add_special=False)
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
-        """Return the prompt of a conversation. Raises TemplateFailed. `ChatTemplate.render` documents the arguments."""
+        """Return the prompt of a conversation as text. Raises TemplateFailed.
+
+        The arguments are documented in `ChatTemplate.render`.
+        """
         return self.template.render(messages, **template_args).text
 
     def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
@@ -201,7 +208,7 @@ class Texts:
         return self._tokens_of_prompt(self.template, self.template.render(messages, **template_args))
 
     def tokenize_prefix(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
-        """Return the token ids of a conversation without the start of a reply. Raises the errors of `render`."""
+        """Return a conversation's token ids without the start of a reply. Raises the errors of `render`."""
         template = self._template_for(options)
         prompt = template.render(options.all_of(messages), **{**options.variables, "add_generation_prompt": False})
         return self._tokens_of_prompt(template, prompt)
@@ -225,11 +232,11 @@ class Texts:
     ) -> ChatPrompt:
         """Return the prompt of a conversation and the format of the reply. Raises TemplateFailed, InvalidRequest.
 
-        `wanted` is the constraint on the text of the reply (see `wanted_text`).
+        `wanted` is the constraint on the reply's text (see `wanted_text`).
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
-        after the reply, with the system message and tools of the context. `last_reply` is this reply if it is known,
-        and the options are then those of the context.
+        after the reply, and the system message and tools are those of the context. `last_reply` is this reply, if it is
+        known. The options must then be those of the context.
         """
         template, started = self._template_for(options), options.started_reply(messages)
         variables = {**options.variables, "add_generation_prompt": options.add_generation_prompt and not started}
@@ -286,13 +293,13 @@ class Texts:
 
 
 class Tokenizer(Texts):
-    """The vocabulary and chat template of a model, which load quickly because they don't include the weights.
+    """A model's vocabulary and chat template. They load quickly, because the weights are not loaded.
 
-    Use it as a context manager, or call `close` when you have finished.
+    Use it as a context manager, or call `close` when you are done.
     """
 
     def __init__(self, source: str, hub: HubOptions | None = None) -> None:
-        """Load the vocabulary of the file. Raises ModelLoadFailed."""
+        """Load the vocabulary from the file. Raises ModelLoadFailed."""
         from cellama.engine.llama import LlamaModel
 
         super().__init__(source, LlamaModel(resolve(source, hub or HubOptions()), vocab_only=True))
@@ -310,7 +317,7 @@ class Tokenizer(Texts):
 
 
 class Model(Texts):
-    """A loaded model: weights, and the engine, embedder and reranker that its capabilities need."""
+    """A loaded model: the weights, and the engine, embedder and reranker that its capabilities require."""
 
     _draft_weights: LlamaModel | None = None
 
@@ -327,7 +334,7 @@ class Model(Texts):
     ) -> None:
         """Load the model from a file. `adapters` maps each name to a source and a scale.
 
-        `tuned` contains the names of the options whose values come from `cellama tune`. After a failure, everything is
+        `tuned` contains the names of the options that were set by `cellama tune`. If loading fails, all memory is
         freed. Raises ModelLoadFailed, and the errors of `load_adapter`.
         """
         from cellama.engine.llama import LlamaModel
@@ -387,7 +394,7 @@ class Model(Texts):
             self.load_adapter(name, source, scale)
 
     def _load_draft(self) -> LlamaBackend | None:
-        """Return a context of the draft model, with slots like those of the model, or None without a draft model."""
+        """Return a context of the draft model with the same slots as the model, or None if no draft model is set."""
         from cellama.engine.llama import load_draft
 
         if self.options.draft is None:
@@ -400,7 +407,7 @@ class Model(Texts):
 
     @property
     def info(self) -> ModelInfo:
-        """The description of the model from its file."""
+        """The description of the model, read from its file."""
         return self._weights.info
 
     @property
@@ -415,12 +422,12 @@ class Model(Texts):
 
     @property
     def threads_are_chosen(self) -> bool:
-        """Whether the user has set the number of threads. If not, engines share the cores (core_sharing.py)."""
+        """Whether the user has set the number of threads. Otherwise, engines share the cores (core_sharing.py)."""
         return self.options.threads is not None and "threads" not in self.tuned
 
     @property
     def num_saved_bytes(self) -> int:
-        """The bytes of the KV states in RAM, and of the memory that is prepared for reading states from disk."""
+        """The size in bytes of the KV states in RAM and of the memory prepared for reading states from disk."""
         if self._engine is None:
             return 0
         warm = 0 if self._engine.store is None else self._engine.store.warm_bytes
@@ -428,26 +435,26 @@ class Model(Texts):
 
     @property
     def last_used(self) -> float:
-        """The time of the last request, or of the load if there has been no request, in Unix seconds."""
+        """The Unix time of the last request, or of the load if the model has not received any requests."""
         return max(self._loaded_at, *(part.last_submit for part in self.parts))
 
     @property
     def engine(self) -> Engine:
-        """The generation engine. Raises WrongCapability if the model has none."""
+        """The generation engine. Raises WrongCapability if the model doesn't have one."""
         if self._engine is None:
             raise self._wrong_capability("generate")
         return self._engine
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder. Raises WrongCapability if the model has none."""
+        """The embedder. Raises WrongCapability if the model doesn't have one."""
         if self._embedder is None:
             raise self._wrong_capability("embed")
         return self._embedder
 
     @property
     def reranker(self) -> Reranker:
-        """The reranker. Raises WrongCapability if the model has none."""
+        """The reranker. Raises WrongCapability if the model doesn't have one."""
         if self._reranker is None:
             raise self._wrong_capability("rerank")
         return self._reranker
@@ -467,25 +474,25 @@ class Model(Texts):
     # Requests
 
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """Return the text that follows a prompt, as `Engine.generate` does. Also raises WrongCapability."""
+        """Return the text that follows a prompt, like `Engine.generate`. Also raises WrongCapability."""
         self.require("generate")
         return self.engine.generate(prompt, timeout_s=timeout_s, **params)
 
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Compute a prompt into the cache, as `Engine.prefill` does. Also raises WrongCapability."""
+        """Prefill a prompt into the cache, like `Engine.prefill`. Also raises WrongCapability."""
         self.require("generate")
         return self.engine.prefill(prompt, timeout_s=timeout_s, **params)
 
     def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
-        """Yield the text that follows a prompt in chunks, as `Engine.stream` does. Also raises WrongCapability."""
+        """Yield the text that follows a prompt in chunks, like `Engine.stream`. Also raises WrongCapability."""
         self.require("generate")
         return self.engine.stream(prompt, timeout_s=timeout_s, **params)
 
     def chat(self, messages: Sequence[Message], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
-        """Return the assistant's next turn as a Completion, with text, reasoning and tool calls.
+        """Return the assistant's next turn as a Completion with text, reasoning and tool calls.
 
-        `params` are fields of ChatOptions, Request and SamplingParams. If `parent_key` is the `finish_key` of a
-        completion, the messages continue the context of that completion. Raises TimeoutError, TemplateFailed,
+        `params` are the fields of ChatOptions, Request and SamplingParams. If `parent_key` is the `finish_key` of an
+        earlier completion, the messages continue that completion's context. Raises TimeoutError, TemplateFailed,
         InvalidRequest, WrongCapability, UnknownKey, and the errors of `Engine.submit`.
         """
         self.require("chat")
@@ -506,10 +513,10 @@ class Model(Texts):
     def embed(
         self, texts: TextOrTokens | Sequence[TextOrTokens], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any
     ) -> list[Vector]:
-        """Return a vector for each text. A text can also be a list of token ids. A single text does not need a list.
+        """Return a vector for each text. A text can be a string or a list of token ids.
 
-        `params` are parameters of `Embedder.submit`. Raises TimeoutError, WrongCapability, and the errors of that
-        method.
+        A single text doesn't need to be in a list. `params` are the parameters of `Embedder.submit`. Raises
+        TimeoutError, WrongCapability, and the errors of that method.
         """
         self.require("embed")
         is_single = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
@@ -523,18 +530,19 @@ class Model(Texts):
             ) from None
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
-        """Return the prompt of a conversation, as `Texts.render_chat` does. Also raises WrongCapability."""
+        """Return the prompt of a conversation, like `Texts.render_chat`. Also raises WrongCapability."""
         self.require("chat")
         return super().render_chat(messages, **template_args)
 
     # Adapters and KV states
 
     def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
-        """Load a LoRA adapter. Later requests that do not choose adapters use it, unless its scale is 0.
+        """Load a LoRA adapter and return its description.
 
-        `source` is a path or a file on the hub. `hub` defaults to the model's own options. Running requests are not
-        affected. Raises IdTaken, AdapterLoadFailed and InvalidRequest. A model without a generation engine raises
-        WrongCapability, because embeddings don't support adapters.
+        Later requests that don't choose any adapters use it, unless its scale is 0. Running requests are not affected.
+        `source` is a path or a file on the hub. `hub` defaults to the model's hub options. Raises IdTaken,
+        AdapterLoadFailed and InvalidRequest. Raises WrongCapability if the model has no generation engine, because
+        embeddings don't support adapters.
         """
         loaded = self.engine.adapters
         try:
@@ -544,37 +552,37 @@ class Model(Texts):
         return loaded.load(name, source, path, scale)
 
     def adapters(self) -> list[AdapterInfo]:
-        """Return the adapters, with their scales and the requests that use them."""
+        """Return the adapters with their scales and the numbers of requests that use them."""
         return [] if self._engine is None else self._engine.adapters.infos()
 
     def set_adapter_scale(self, name: str, scale: float) -> None:
-        """Set an adapter's scale for later requests that don't choose adapters.
+        """Set an adapter's scale for later requests that don't choose any adapters.
 
         Raises the errors of `Adapters.set_scale`.
         """
         self.engine.adapters.set_scale(name, scale)
 
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Reject new requests for an adapter, and free it when it is unused. Raises the errors of `Adapters.unload`."""
+        """Reject new requests for an adapter, and free it once it is unused. Raises the errors of `Adapters.unload`."""
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
-        """Return how many of a prompt's first tokens are in each tier, as `Engine.cached_prefix` does."""
+        """Return the number of leading prompt tokens in each tier, like `Engine.cached_prefix`."""
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self.engine.cached_prefix(tokens, scope, adapters)
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write KV states to `cache_dir` if it is set, and return their number, as `Engine.save_states` does."""
+        """Write KV states to `cache_dir`, if it is set, and return their number, like `Engine.save_states`."""
         return 0 if self._engine is None else self._engine.save_states(timeout_s)
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Save states, and then clear idle slots and RAM, as `Engine.evict` does. The model stays loaded."""
+        """Save states, then empty the idle slots and the RAM tier, like `Engine.evict`. The model stays loaded."""
         return self.engine.evict(timeout_s)
 
     # Status and closing
 
     def snapshot(self) -> ModelSnapshot:
-        """Return the current state of the engine, embedder and reranker, without waiting for their threads."""
+        """Return a snapshot of the engine, embedder and reranker, without waiting for their threads."""
         engine, embedder, reranker = self._engine, self._embedder, self._reranker
         return ModelSnapshot(
             engine=None if engine is None else engine.snapshot(),
@@ -584,30 +592,33 @@ class Model(Texts):
 
     @property
     def pulses(self) -> list[Pulse]:
-        """The pulses of the model's threads, for a Watchdog."""
+        """The pulses of the model's threads, to be checked by a Watchdog."""
         return [part.pulse for part in self.parts]
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Whether any request has not finished yet."""
         return any(part.is_busy for part in self.parts)
 
     def wait_until_idle(self, deadline: float) -> bool:
-        """Wait until all requests have finished. Return False if any is unfinished at `deadline` (time.monotonic())."""
+        """Wait until all requests have finished, or until `deadline` (time.monotonic()).
+
+        Return False if a request is still unfinished at the deadline.
+        """
         return all(part.wait_until_idle(max(0.0, deadline - time.monotonic())) for part in self.parts)
 
     @property
     def parts(self) -> list[Engine | Embedder]:
-        """The engine, the embedder and the reranker's embedder, if they exist. Each has its own thread."""
+        """The engine, the embedder and the reranker's embedder, if they exist. Each of them has its own thread."""
         ranking = None if self._reranker is None else self._reranker.embedder
         return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 
     def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
         """Stop the model's threads and free its memory. Running requests fail with EngineStopped.
 
-        If `cache_dir` is set, KV states are saved first, for at most `save_s` seconds. Return False if a step or a
-        tokenization does not finish. The weights then stay in memory, because freeing them would crash the process.
-        Repeated calls are allowed.
+        If `cache_dir` is set, KV states are saved first, which takes at most `save_s` seconds. Return False if a step
+        or a tokenization doesn't finish. In this case, the weights stay in memory, because freeing them would crash the
+        process. Repeated calls are allowed.
         """
         self._close_template()
         if save_s > 0:
@@ -617,5 +628,5 @@ class Model(Texts):
         if closed and self._draft_weights is not None:
             closed = self._draft_weights.close()
         if not closed:
-            log.error("model not freed", model=self.id, detail="a step or a tokenization did not finish")
+            log.error("model unload failed", model=self.id, detail="a step or a tokenization did not finish")
         return closed

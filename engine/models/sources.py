@@ -1,8 +1,8 @@
-"""Resolve the source of a model, which is a string, to a GGUF file on this machine.
+"""Resolve a model's source string to a GGUF file on this machine.
 
 A source is a path, `bundled://NAME`, or `hf://ORG/REPO/FILE[@REVISION]` on the Hugging Face hub. FILE can be a pattern
-such as *Q4_K_M*. The first part of a split model stands for all parts. huggingface_hub downloads, resumes, caches and
-shows progress. This module verifies the checksums of new files.
+such as *Q4_K_M*. The first part of a split model represents all of its parts. huggingface_hub downloads and caches
+files, resumes downloads, and shows progress. This module verifies the checksums of new files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """Options for downloads. If no token is given, the token from HF_TOKEN or `hf auth login` is used."""
+    """Options for downloads from the hub. Without `token`, the token from HF_TOKEN or `hf auth login` is used."""
 
     cache_dir: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -44,7 +44,7 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """The parts of an `hf://` source. `file` can be a pattern."""
+    """The components of an `hf://` source. `file` can be a pattern."""
 
     repo: str
     file: str
@@ -68,7 +68,7 @@ class HubFile:
 
 
 def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
-    """Return the file of `bundled://NAME`, `hf://ORG/REPO/FILE` or a path, and check it. Raises ModelLoadFailed."""
+    """Resolve a path, `bundled://NAME` or `hf://ORG/REPO/FILE` to a file, and check it. Raises ModelLoadFailed."""
     if source.startswith("bundled://"):
         return _bundled(source.removeprefix("bundled://"))
     if source.startswith(HUB_PREFIX):
@@ -81,7 +81,7 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
 
 
 def check_source(source: str) -> None:
-    """Raise ModelLoadFailed if no load of this source can succeed. Nothing is downloaded."""
+    """Raise ModelLoadFailed if this source can't possibly be loaded. Nothing is downloaded."""
     if source.startswith(HUB_PREFIX):
         HubFile.parse(source)
     else:
@@ -89,7 +89,7 @@ def check_source(source: str) -> None:
 
 
 def with_draft_file(options: EngineOptions, hub_options: HubOptions) -> EngineOptions:
-    """Return the options with the source of the draft model resolved to its file. Raises ModelLoadFailed."""
+    """Return the options with the draft model's source replaced by the path of its file. Raises ModelLoadFailed."""
     if options.draft is None:
         return options
     try:
@@ -127,7 +127,7 @@ def _check(path: Path) -> Path:
 
 
 def download(source: str, options: HubOptions) -> Path:
-    """Download all parts of a source to the cache, and return the first one. Raises ModelLoadFailed."""
+    """Download all parts of a source to the cache, and return the path of the first part. Raises ModelLoadFailed."""
     hub_file = HubFile.parse(source)
     try:
         from huggingface_hub import errors
@@ -146,10 +146,13 @@ def download(source: str, options: HubOptions) -> Path:
 
 
 def _match(hub_file: HubFile, options: HubOptions) -> str:
-    """Return the only GGUF file, or the first part of the only split model, that matches a pattern."""
+    """Return the GGUF file that matches a pattern, or the first part of the matching split model.
+
+    Raises ModelLoadFailed unless exactly one model matches.
+    """
     if options.offline:
         raise ModelLoadFailed(
-            f"{hub_file.file!r} is a pattern, which requires a list of files from the hub; name the file, or go online"
+            f"{hub_file.file!r} is a pattern, which requires the hub's list of files; give the file name, or go online"
         )
     from huggingface_hub import HfApi
 
@@ -161,7 +164,7 @@ def _match(hub_file: HubFile, options: HubOptions) -> str:
     if len(found) != 1:
         problem = "matches several files" if found else "matches no GGUF file"
         listed = ", ".join(found or firsts) or "none"
-        raise ModelLoadFailed(f"{hub_file.file!r} {problem} of {hub_file.repo}: {listed}; name one")
+        raise ModelLoadFailed(f"{hub_file.file!r} {problem} of {hub_file.repo}: {listed}; choose one")
     return found[0]
 
 
@@ -189,7 +192,10 @@ def _download(hub_file: HubFile, name: str, options: HubOptions) -> Path:
 
 
 def _verify(path: Path) -> None:
-    """Verify the checksum of a new file. The hub has checksums of large files, and the cache uses them as names."""
+    """Verify the checksum of a new file.
+
+    The hub has checksums for large files, and the cache uses these checksums as file names.
+    """
     blob = path.resolve()
     if not _SHA256.fullmatch(blob.name):
         return
@@ -211,7 +217,10 @@ def _endpoint() -> str | None:
 
 
 def _check_reachable() -> None:
-    """Raise OSError if the hub does not accept connections. The hub's client would retry for half a minute."""
+    """Raise OSError if the hub doesn't accept connections.
+
+    Without this check, the hub's client would retry for half a minute.
+    """
     from huggingface_hub import constants
 
     url = urlsplit(_endpoint() or constants.ENDPOINT)
@@ -224,7 +233,7 @@ def _check_reachable() -> None:
 
 
 def _unreachable(reason: str) -> str:
-    """Return the error text for an unreachable hub."""
+    """Return the text of the error for an unreachable hub."""
     from huggingface_hub import constants
 
     return (
@@ -234,7 +243,7 @@ def _unreachable(reason: str) -> str:
 
 
 def _raise_load_failed(source: str, hub_file: HubFile, error: Exception, *, offline: bool) -> NoReturn:
-    """Raise ModelLoadFailed with a remedy for an error of the hub's client."""
+    """Raise ModelLoadFailed for an error raised by the hub's client, and suggest a remedy."""
     from huggingface_hub import errors
 
     token = "set HF_TOKEN, or the model's hub_token, to a token with read access"

@@ -4,8 +4,8 @@ The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`. `$XDG_CACHE_HOME` 
 
     `{"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}`
 
-A load uses a result with the same conditions: CPU, cores, GPUs, version of llama.cpp, and the options that change the
-computation. Invalid files and entries are ignored, and logged as warnings.
+A load uses a result only if the conditions are the same: CPU, cores, GPUs, llama.cpp version, and the options that
+affect the computation. Invalid files and entries are ignored and logged as warnings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Conditions = dict[str, Any]  # JSON
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The tuned options of a model. An embedding model has only `threads`."""
+    """The tuned options of a model. For embedding models, only `threads` is tuned."""
 
     threads: int
     n_parallel: int | None = None
@@ -42,7 +42,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The speed of a setup. `tokens_per_s` counts prompt and generated tokens of all requests together."""
+    """The measured speed of a setup.
+
+    `tokens_per_s` includes the prompt tokens and generated tokens of all requests.
+    """
 
     setup: Setup
     tokens_per_s: float
@@ -51,19 +54,22 @@ class Measurement:
 
 
 def directory() -> Path:
-    """Return the directory of the results, which may not exist yet."""
+    """Return the directory that contains the results. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama" / "tuned"
 
 
 def conditions(options: EngineOptions) -> Conditions:
-    """Return the conditions of a result: the machine, and the options that change the computation."""
+    """Return the conditions of a result: the machine, and the options that affect the computation."""
     from cellama.engine.llama import machine
 
     return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
 
 
 def store_result(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
-    """Store a result, replacing an earlier one for the same conditions, and return its file. Raises OSError."""
+    """Store a result and return the path of its file. Raises OSError.
+
+    The result replaces an earlier result for the same conditions.
+    """
     path = directory() / f"{fingerprint}.json"
     others = [result for result in _results(path) if result["conditions"] != given]
     result = {"conditions": given, "chosen": asdict(chosen), "at": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -75,7 +81,7 @@ def store_result(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
 
 
 def find_result(fingerprint: str, given: Conditions) -> Setup | None:
-    """Return the chosen setup of a model for these conditions, or None if it was not measured."""
+    """Return the setup chosen for a model under these conditions, or None if it has not been measured."""
     path = directory() / f"{fingerprint}.json"
     for result in _results(path):
         if result["conditions"] == given:
@@ -89,11 +95,11 @@ def find_result(fingerprint: str, given: Conditions) -> Setup | None:
 
 
 def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str, ...]]:
-    """Return the options with tuned values for those that are not set, and the names of these options.
+    """Return the options with tuned values for unset options, and the names of the tuned options.
 
-    With `n_ctx`, the slots share a fixed context, so `n_parallel` and `kv_layout` are not tuned. `kv_layout` is tuned
-    only together with `n_parallel`, because it depends on the number of slots. Raises ModelLoadFailed if the file is
-    broken.
+    If `n_ctx` is set, the slots share a fixed context, so `n_parallel` and `kv_layout` are not tuned. `kv_layout` is
+    tuned only together with `n_parallel`, because the best layout depends on the number of slots. Raises
+    ModelLoadFailed if the file is damaged.
     """
     names = _unset(options)
     if not names or not directory().is_dir():
@@ -112,7 +118,7 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
 
 
 def _is_micro_batch_too_small(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """Return whether a micro-batch would have fewer tokens than a prefill chunk, or fewer than there are slots."""
+    """Return whether the micro-batch would be smaller than a prefill chunk or than the number of slots."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
     return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 
@@ -127,7 +133,7 @@ def _unset(options: EngineOptions) -> list[str]:
 
 
 def _results(path: Path) -> list[dict[str, Any]]:
-    """Return the results of a file that have conditions, or an empty list if the file can't be read."""
+    """Return all results in a file that contain conditions, or an empty list if the file can't be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["version"] != VERSION:
@@ -141,7 +147,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
 
 
 def _to_setup(stored: dict[str, Any]) -> Setup:
-    """Return a stored setup after validating it. Raises KeyError, TypeError, InvalidRequest."""
+    """Validate a stored setup and return it. Raises KeyError, TypeError, InvalidRequest."""
     setup = Setup(**{field.name: stored[field.name] for field in fields(Setup)})
     EngineOptions(
         threads=setup.threads,

@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits, with numpy only.
+"""Sample the next token from logits with numpy only.
 
 May use: `errors`, `events`, `options`.
 """

@@ -1,7 +1,7 @@
-"""The DRY penalty, which makes tokens that would continue a repetition less likely.
+"""Apply the DRY penalty, which makes tokens that would continue a repetition less likely.
 
-For each earlier position, the sampler stores how many tokens up to this position equal the last tokens of the text.
-After each token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp,
+For each earlier position, the sampler stores the number of tokens up to this position that equal the last tokens of the
+text. After each token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp,
 llama-sampler.cpp, by pi6am.
 """
 
@@ -23,12 +23,12 @@ _FLOAT_MAX_LOG = 88.7228391
 
 @dataclass(frozen=True)
 class Breakers:
-    """DRY sequence breakers: maps the first token of each to the tokens that must follow it, if any."""
+    """DRY sequence breakers. `tails` maps each breaker's first token to the tokens that must follow it, if any."""
 
     tails: dict[int, tuple[tuple[int, ...], ...]]
 
     def longest(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest breaker at the start of `tokens`, minus 1, or -1 if there is none."""
+        """Return the length of the longest breaker at the start of `tokens`, minus 1, or -1 if no breaker matches."""
         fitting = [len(tail) for tail in self.tails.get(tokens[0], ()) if tuple(tokens[1 : 1 + len(tail)]) == tail]
         return max(fitting, default=-1)
 
@@ -39,7 +39,7 @@ class Breakers:
 
 
 def find_breaker(text: bytes, pieces: Sequence[bytes], tokenize: Callable[[str], list[int]]) -> Breakers:
-    """Find the tokens of a vocabulary that contain the breaker, or end with the start of it."""
+    """Find the vocabulary's tokens that contain the breaker or end with its start."""
     tails: dict[int, tuple[tuple[int, ...], ...]] = {}
     heads = [text[:count] for count in range(1, len(text))]
     last_bytes = {head[-1] for head in heads}
@@ -74,7 +74,7 @@ class Dry:
     """The DRY penalty of one sequence. Only the engine thread may use it."""
 
     def __init__(self, params: SamplingParams, window: int, breakers: Breakers, history: Sequence[int]) -> None:
-        """Create the penalty. `window` is the number of recent tokens that it considers."""
+        """Create the penalty. `window` is the number of recent tokens to consider."""
         self._params = params
         self._window = window
         self._breakers = breakers
@@ -146,7 +146,7 @@ class Dry:
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """Return, for each index, how many tokens up to it equal the last tokens (Z algorithm). The last index gets 0."""
+    """Return the number of tokens up to each index that equal the last tokens (Z algorithm). The last number is 0."""
     size = len(tokens)
     found = np.zeros(size, np.int32)
     backwards = list(reversed(tokens))

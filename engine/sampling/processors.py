@@ -1,7 +1,7 @@
 """Logits processors, which change the logits of one sequence before its next token is chosen.
 
-The built-in processors are here and in `dry.py`. The model option `logits_processors` adds others by import path
-(docs/how-to/library.md).
+The built-in processors are defined here and in `dry.py`. The model option `logits_processors` adds other processors by
+import path (docs/how-to/library.md).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Logits = NDArray[np.float32]  # one per token of the vocabulary
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one sequence according to the earlier tokens. Only the engine thread may use it."""
+    """Changes the logits of one sequence based on the earlier tokens. Only the engine thread may use it."""
 
     def apply(self, logits: Logits) -> None:
-        """Change the logits of the next token in place: float32, one for each token of the vocabulary.
+        """Modify the logits of the next token in place.
 
-        -inf forbids a token.
+        The array contains one float32 for each token of the vocabulary. -inf forbids a token.
         """
         ...
 
@@ -41,7 +41,7 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """The state of a sequence when its processors are created: at its start, or where it resumes."""
+    """The state of a sequence when its processors are created, which happens when it starts or resumes."""
 
     params: SamplingParams
     tokens: Sequence[int]  # the prompt, and the output if the sequence resumes
@@ -54,7 +54,7 @@ ProcessorFactory = Callable[[SequenceStart], LogitsProcessor | None]  # None if 
 
 
 class LogitBias:
-    """Adds constants to the logits of some tokens."""
+    """Adds a constant to the logit of each of some tokens."""
 
     def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
         ids, values = zip(*biases, strict=True)
@@ -68,7 +68,7 @@ class LogitBias:
 
 
 class Penalties:
-    """Makes recent tokens less likely. Source: llama.cpp, llama-sampler.cpp, penalties."""
+    """Makes recent tokens less likely. Source: the penalties in llama.cpp's llama-sampler.cpp."""
 
     def __init__(self, params: SamplingParams, tokens: Iterable[int]) -> None:
         self._params = params
@@ -93,7 +93,7 @@ class Penalties:
 
 
 class BannedTokens:
-    """Forbids some tokens at every position. It has no state, so sequences can share it."""
+    """Forbids some tokens at every position. Sequences can share this processor because it has no state."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self.tokens = frozenset(tokens)
@@ -106,7 +106,7 @@ class BannedTokens:
 
 
 class MinTokens:
-    """Forbids the tokens that end a text until the text has enough tokens."""
+    """Forbids end tokens until the text has the minimum number of tokens."""
 
     def __init__(self, start: SequenceStart) -> None:
         self._ids = np.array(sorted({*start.end_tokens, *start.params.stop_token_ids}), np.int64)
@@ -130,9 +130,9 @@ def make_processors(
 ) -> list[LogitsProcessor]:
     """Return the processors of a sequence in the order in which they apply.
 
-    The built-in processors are in llama.cpp's order (common/sampling.cpp): biases, penalties, DRY. The processors in
-    `added` follow. Bans come last, so that no other processor can lift them. DRY uses `breakers`, which are the texts
-    that a repetition doesn't cross, and `dry_window`, which is the number of recent tokens that it considers.
+    The built-in biases, penalties and DRY apply in llama.cpp's order (common/sampling.cpp), followed by the processors
+    in `added`. Bans are applied last so that no other processor can lift them. DRY uses `breakers`, which are texts
+    that a repetition doesn't cross, and `dry_window`, which is the number of recent tokens to consider.
     """
     params, made = start.params, list[LogitsProcessor]()
     if params.logit_bias:
@@ -151,12 +151,15 @@ def make_processors(
 
 @functools.cache
 def load_processor(path: str) -> ProcessorFactory:
-    """Return the class or function with the import path `package.module:name`. Raises InvalidRequest."""
+    """Import the class or function at the path `package.module:name`.
+
+    Raises InvalidRequest if the object can't be imported or is not callable.
+    """
     try:
         factory = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidRequest(f"logits_processors: {path!r} can't be imported: {error}; check the path") from None
     if not callable(factory):
-        raise InvalidRequest(f"logits_processors: {path!r} is not callable; name a class or a function")
+        raise InvalidRequest(f"logits_processors: {path!r} is not callable; use the path of a class or a function")
     made: ProcessorFactory = factory
     return made

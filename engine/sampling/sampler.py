@@ -1,7 +1,7 @@
-"""The token sampler, with its filters: it chooses the next token from logits, with numpy only.
+"""Filter and sample the next token from logits with numpy only.
 
-The randomness of a token depends on the seed and on its position in the output, not on earlier draws. Therefore, the
-tokens are enough to resume a sequence exactly at any position. Only mirostat needs one more number.
+A token's randomness depends on the seed and on the token's position in the output, not on earlier draws. Therefore, the
+tokens are enough to resume a sequence exactly at any position. Only mirostat also needs a stored number.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def softmax(values: Values) -> Values:
 
 
 def top_ids(logits: Logits, count: int) -> Ids:
-    """Return at least the `count` likeliest tokens, the likeliest first. Equal tokens are in the order of their ids.
+    """Return at least the `count` likeliest tokens, in order of decreasing likelihood and then of ids.
 
-    Impossible tokens may be omitted. The maxima of blocks give a lower bound for the result, so only a few tokens are
-    sorted. A block consists of every `width`-th token, because the maxima can then be computed in vector registers,
-    nine times as fast as with adjacent tokens.
+    Impossible tokens may be omitted. The maxima of blocks yield a lower bound for the result, so only a few tokens are
+    sorted. Each block consists of every `width`-th token. The maxima can then be computed in vector registers, nine
+    times as fast as with adjacent tokens.
     """
     if not 0 < count < len(logits):
         return _sorted(np.arange(len(logits)), logits)
@@ -58,7 +58,7 @@ def top_ids(logits: Logits, count: int) -> Ids:
 
 
 def _sorted(ids: Ids, logits: Logits) -> Ids:
-    """Sort token ids by likelihood, the likeliest first. Equally likely tokens keep their order."""
+    """Sort token ids by decreasing likelihood. Equally likely tokens keep their order."""
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
@@ -78,7 +78,7 @@ def min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
 
 
 def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Values]:
-    """Apply `top_p` to all tokens, but sort only the likeliest tokens, which include the result."""
+    """Apply `top_p` to all tokens, but sort only the likeliest tokens, because they include all remaining tokens."""
     best = float(logits.max())
     weights = np.exp(logits - np.float64(best))
     total, needed, depth = weights.sum(), params.top_p + _ROUNDING, _FIRST_DEPTH
@@ -92,7 +92,7 @@ def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Value
 
 
 def typical(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
-    """Keep tokens whose surprise is near the mean surprise (Meister et al. 2022, arXiv:2202.00666)."""
+    """Keep the tokens whose surprise is near the mean surprise (Meister et al. 2022, arXiv:2202.00666)."""
     if params.typical_p >= 1:
         return ids, values
     probabilities = softmax(values)
@@ -118,9 +118,9 @@ def min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values
 
 
 def above_n_sigma(logits: Logits, n: float) -> Logits:
-    """Return a copy in which tokens are forbidden if their logits are too far below the highest one.
+    """Return a copy of the logits in which tokens far below the highest logit are forbidden.
 
-    The limit is `n` standard deviations of all logits (Tang et al. 2024, arXiv:2411.07641).
+    The limit is `n` standard deviations of all logits below the highest logit (Tang et al. 2024, arXiv:2411.07641).
     """
     possible = logits[logits > -np.inf].astype(np.float64)
     limit = possible.max() - n * possible.std()
@@ -158,7 +158,7 @@ def mirostat_top_k(probabilities: Values, mu: float) -> int:
 
 
 def tempered(values: Values, temperature: float) -> Values:
-    """Apply a temperature to logits, after subtracting the highest one. The temperature may be very close to 0."""
+    """Apply a temperature to logits after subtracting the highest logit. The temperature may be very close to 0."""
     with np.errstate(over="ignore"):
         tempered: Values = (values - values.max()) / temperature
     return tempered
@@ -171,19 +171,19 @@ class TokenConstraint(Protocol):
     """Allows some tokens and forbids others, depending on the accepted tokens."""
 
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
-        """Return which of these tokens may come next."""
+        """Return whether each of these tokens may come next."""
         ...
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """Return which of all tokens may come next, or None if `allows` is much faster for a few tokens."""
+        """Return whether each token may come next, or None if calling `allows` for a few tokens is much faster."""
         ...
 
     def accept(self, token: int) -> None:
-        """Record the next token, which is allowed."""
+        """Record the next token, which must be allowed."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens of a text that must come next, or an empty list if there is a choice."""
+        """Return the tokens of the text that must come next, or an empty list if there is a choice."""
         ...
 
 
@@ -200,9 +200,9 @@ class TokenSampler:
         num_sampled: int = 0,
         mirostat_mu: float | None = None,
     ) -> None:
-        """Create a sampler that continues after some tokens, which `processors` have already accepted.
+        """Create a sampler that continues after the tokens that `processors` have already accepted.
 
-        The last `num_sampled` of these tokens were sampled. `mirostat_mu` is the state of mirostat after them.
+        The last `num_sampled` of these tokens were sampled. `mirostat_mu` is the state of mirostat after these tokens.
         """
         self._params = params
         self._seed = seed
@@ -212,13 +212,13 @@ class TokenSampler:
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
     def constrain(self, constraint: TokenConstraint) -> None:
-        """Apply the constraint from now on."""
+        """Apply the constraint to all tokens that follow."""
         self._constraint = constraint
 
     def sample(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
-        """Sample the next token, or choose `forced` if it is given and the constraint allows it.
+        """Sample the next token, or choose `forced` if it is set and the constraint allows it.
 
-        Modifies `logits`. Raises NothingAllowed.
+        This method modifies `logits`. Raises NothingAllowed if no token can be sampled.
         """
         top = self._params.logprobs
         raw = logits.copy() if top is not None and self._processors else logits
@@ -236,7 +236,7 @@ class TokenSampler:
         return token, report.of(token) if report else None
 
     def _pick_allowed(self, logits: Logits, constraint: TokenConstraint) -> int:
-        """Sample among the allowed tokens. Without a mask, it is usually enough to try the likeliest few."""
+        """Sample one of the allowed tokens. Without a mask, checking the few likeliest tokens is usually enough."""
         mask = constraint.mask()
         if mask is not None:
             return self._pick(logits, "second draw", np.flatnonzero(mask))
@@ -251,7 +251,10 @@ class TokenSampler:
         return self._pick(logits, "second draw", ids[constraint.allows(ids)])
 
     def _pick(self, logits: Logits, purpose: str, among: Ids | None = None) -> int:
-        """Sample one of all tokens, or one of `among`, which is in ascending order. Raises NothingAllowed."""
+        """Sample one of all tokens, or one of the sorted tokens in `among`.
+
+        Raises NothingAllowed if none is possible.
+        """
         if among is not None:
             logits = logits[among]
         if not len(logits):
@@ -273,9 +276,10 @@ class TokenSampler:
         return int(ids[at])
 
     def candidates(self, logits: Logits) -> tuple[Ids, Values]:
-        """Return the tokens to draw from and their logits, after filters and temperature in llama.cpp's order.
+        """Return the tokens to draw from and their logits.
 
-        With mirostat, which replaces the filters, temperature comes first.
+        The filters and the temperature are applied in llama.cpp's order. Mirostat replaces the filters and is applied
+        after the temperature.
         """
         params = self._params
         if params.mirostat:
@@ -291,7 +295,7 @@ class TokenSampler:
         return self._tempered(*self._exclude_top_choices(*min_p(ids, values, params)))
 
     def _tempered(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
-        """Apply the temperature to the candidates. A temperature of 0 keeps only the likeliest one."""
+        """Apply the temperature to the candidates. A temperature of 0 keeps only the likeliest candidate."""
         temperature = self._params.temperature
         if self._params.dynatemp_range > 0 and len(ids) > 1:
             temperature = dynamic_temperature(values, self._params)
@@ -301,10 +305,10 @@ class TokenSampler:
         return ids, tempered(values, temperature)
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
-        """Return an index into `ids`, drawn with the probabilities of these logits.
+        """Return an index into `ids`, drawn according to the probabilities of these logits.
 
-        This is the Gumbel-max trick, with noise that depends on the token. If another batch shape changes the last bits
-        of logits, the draw stays the same unless two tokens are nearly tied.
+        This method uses the Gumbel-max trick with noise that depends on the token. If another batch shape changes the
+        last bits of logits, the draw stays the same unless two tokens are nearly tied.
         """
         if len(ids) == 1:
             return 0
@@ -312,7 +316,7 @@ class TokenSampler:
         return int((values + noise).argmax())
 
     def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
-        """Apply XTC, which sometimes removes all likely tokens except the least likely of them."""
+        """Apply XTC, which sometimes removes all likely tokens except the least likely one among them."""
         params = self._params
         if not params.xtc_probability or len(ids) < 2:
             return ids, values
@@ -347,11 +351,11 @@ class TokenSampler:
 
 
 class NothingAllowed(Exception):
-    """The constraint and the biases together leave no token that can be sampled."""
+    """The constraint and the biases exclude all tokens."""
 
 
 class _LogprobReport:
-    """The log-probabilities of one token position, from the unmodified logits."""
+    """The log-probabilities at one token position, based on the unmodified logits."""
 
     def __init__(self, logits: Logits, num_top: int) -> None:
         best = float(logits.max())
@@ -365,7 +369,7 @@ class _LogprobReport:
 
 
 def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
-    """Return a number in (0, 1) for each id. It is computed with splitmix64, and depends only on the arguments."""
+    """Return a number in (0, 1) for each id, computed with splitmix64 from only the arguments."""
     key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
     state = ids.astype(np.uint64) + np.uint64(_mix(key))
     state = state * np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""Admission: the waiting queue, the slot and prefix that the next sequence gets, and the cuts of its prefill."""
+"""Admission: order the waiting queue, choose a slot and a prefix for the next sequence, and plan its prefill cuts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURN_END_TOKENS = 4  # tokens at the end of a chat prompt that the next turn may
 
 
 class _Heap:
-    """Sequences ordered by a number. The entry of a removed sequence stays until it reaches the top."""
+    """A min-heap of sequences, ordered by a number. A removed sequence's entry stays until it reaches the top."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int]] = []
@@ -42,13 +42,13 @@ class _Heap:
 
     @property
     def first(self) -> tuple[float, int]:
-        """The smallest number and the order of its sequence, or infinity if the heap is empty."""
+        """The smallest number and its sequence's arrival order, or (infinity, 0) if the heap is empty."""
         while self._entries and self._entries[0][1] not in self._sequences:
             heapq.heappop(self._entries)
         return self._entries[0] if self._entries else (math.inf, 0)
 
     def pop(self, up_to: float = math.inf) -> Sequence | None:
-        """Remove and return the sequence with the smallest number, or None if this number is greater than `up_to`."""
+        """Remove and return the sequence with the smallest number, or None if that number is greater than `up_to`."""
         number, order = self.first
         if not self._entries or number > up_to:
             return None
@@ -70,13 +70,14 @@ class _Heap:
 
 
 class WaitingQueue:
-    """Orders waiting sequences by priority and waiting time, so that none waits forever, and tracks all deadlines.
+    """Orders waiting sequences by priority and waiting time, and tracks the deadlines of all sequences.
 
-    Within a priority, the next sequence is the oldest one of the fairness key with the least service.
+    A waiting sequence gains urgency over time, so even the lowest priority is served eventually. Within a priority, the
+    fairness key with the least service is next, and its oldest sequence is served first.
     """
 
     def __init__(self, shares: FairShares, max_waiting: int = 0) -> None:
-        """Create a queue. `max_waiting` limits the requests that can't have a slot now. 0 means no limit."""
+        """Create a queue for at most `max_waiting` requests that can't get a slot immediately. 0 means no limit."""
         self.num_waiting = 0
         self._shares = shares
         self._num_requests = 0  # requests whose first sequence waits, which means that all of their sequences wait
@@ -89,7 +90,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
         """Add a new sequence while `num_idle` slots are idle. Raises QueueFull.
 
-        The limit applies to requests, not to their completions, and never rejects a request that can have a slot now.
+        The limit counts requests, not their completions. A request that can get a slot immediately is never rejected.
         """
         if self._max_waiting and sequence.index == 0:
             num_others = self.num_waiting - self._num_requests
@@ -107,7 +108,7 @@ class WaitingQueue:
             self._deadlines.push(sequence.deadline, sequence)
 
     def add_preempted(self, sequence: Sequence, now: float) -> None:
-        """Add a sequence that has lost its slot. Its time in the slot doesn't count as waiting time."""
+        """Add a sequence that has lost its slot. The time that it spent in the slot doesn't count as waiting time."""
         sequence.rank = rank_if_preempted(sequence, now)
         self._start_waiting(sequence, is_new=False)
 
@@ -120,9 +121,9 @@ class WaitingQueue:
         self.requeue(sequence)
 
     def pop(self, *, only: Literal["interactive", "bulk"] | None = None) -> Sequence | None:
-        """Return the next sequence, or the next interactive or bulk sequence.
+        """Return the next sequence, or the next interactive or bulk sequence if `only` is given.
 
-        The sequence counts as waiting until `remove` is called.
+        The sequence still counts as waiting until `remove` is called.
         """
         heaps = [
             self._next_heap(priority)
@@ -137,7 +138,7 @@ class WaitingQueue:
         return sequence
 
     def _next_heap(self, priority: int) -> _Heap:
-        """Return the sequences of the fairness key that is served next within a priority."""
+        """Return the heap of the fairness key that is served next within a priority."""
         heaps = self._heaps[priority]
         if len(heaps) == 1:
             return next(iter(heaps.values()))
@@ -151,13 +152,13 @@ class WaitingQueue:
                 del self._heaps[request.priority]
 
     def requeue(self, sequence: Sequence) -> None:
-        """Put a popped sequence back at its previous rank, unless it has finished."""
+        """Return a popped sequence to its previous position in the queue, unless it has finished."""
         if sequence.state is State.WAITING:
             heaps = self._heaps.setdefault(sequence.request.priority, {})
             heaps.setdefault(sequence.request.share.key, _Heap()).push(sequence.rank, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence that has received a slot or finished."""
+        """Remove a waiting sequence that has received a slot or has finished."""
         self.num_waiting -= 1
         self._num_requests -= sequence.index == 0
         self._prompts.remove(sequence)
@@ -167,19 +168,19 @@ class WaitingQueue:
             self._drop_if_empty(sequence.request)
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget the deadline of a finished sequence."""
+        """Remove the deadline of a finished sequence."""
         self._deadlines.discard(sequence)
 
     def demanded_prefix(self, tokens: tuple[int, ...], scope: Hashable) -> int:
-        """Return the largest number of leading tokens that a waiting sequence shares with these tokens."""
+        """Return the length of the longest prefix, in tokens, that any waiting sequence shares with these tokens."""
         return self._prompts.longest(tokens, scope)
 
     def branches(self, sequence: Sequence) -> list[int]:
-        """Return the lengths at which other waiting sequences diverge from this one, or end."""
+        """Return the prefix lengths at which other waiting sequences end or diverge from this sequence."""
         return self._prompts.branches(sequence.tokens, sequence.scope, at_least=2)
 
     def expired(self, now: float) -> Iterator[Sequence]:
-        """Yield each unfinished sequence whose deadline has passed, once, whether it waits or runs."""
+        """Yield each waiting or running sequence whose deadline has passed. Each sequence is yielded only once."""
         while (sequence := self._deadlines.pop(now)) is not None:
             yield sequence
 
@@ -189,19 +190,20 @@ class WaitingQueue:
 
     @property
     def has_several_keys(self) -> bool:
-        """Whether sequences with the same priority and different fairness keys wait."""
+        """Whether sequences with different fairness keys are waiting at the same priority."""
         return any(len(heaps) > 1 for heaps in self._heaps.values())
 
 
 def rank_if_preempted(sequence: Sequence, now: float) -> float:
-    """Return the rank that a running sequence would have in the queue. Only waiting time makes a sequence older."""
+    """Return the rank that a running sequence would have in the queue, where only its waiting time counts as age."""
     return sequence.rank + now - (now if sequence.placed_at is None else sequence.placed_at)
 
 
 class SlotFinder:
     """Finds slots for waiting sequences, running sequences to preempt, and prefixes that are worth waiting for.
 
-    It keeps interactive sequences together, so that llama.cpp decodes them in one pass (docs/adr/011).
+    The finder places interactive sequences next to each other, because llama.cpp can then decode them in one pass
+    (docs/adr/011).
     """
 
     def __init__(self, cache: KvCache, slots: SlotTable, shares: FairShares, bulk_slots: int = 0) -> None:
@@ -213,9 +215,10 @@ class SlotFinder:
         self.disk: DiskTier | None = None
 
     def await_prefix(self, sequence: Sequence, now: float) -> bool:
-        """Return whether the sequence waits for a prefix that another slot is computing or that a file contains.
+        """Return whether the sequence should wait for a prefix that is being computed or read from a file.
 
-        This method also starts to read a file if it has a longer prefix than the slots and RAM.
+        The prefix may be in progress in another slot. If a stored state contains a longer prefix than the slots and
+        RAM, this method starts reading its file.
         """
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
@@ -243,13 +246,16 @@ class SlotFinder:
         return sequence.file_wait is not None and sequence.file_wait.continues(now)
 
     def _num_coming(self, holder: Sequence, shared: int) -> int:
-        """Return how many of the shared tokens can be reused once the holder has computed them."""
+        """Return the number of shared tokens that will be reusable once the holder has computed them."""
         if self._cache.memory.partial_reuse or shared == len(holder.tokens):
             return shared
         return max((cut for cut in holder.cuts if cut <= shared), default=0)
 
     def find_slot(self, sequence: Sequence, idle: list[int]) -> Placement | None:
-        """Return a slot and a prefix for the sequence, or None if it must wait. May empty idle slots to free cells."""
+        """Return a slot and a prefix for the sequence, or None if it must wait.
+
+        This method may empty idle slots to free cells.
+        """
         placement = self._cache.find_slot(sequence.tokens, sequence.scope, idle, self._preferred_slot(sequence, idle))
         needed = self._cells_needed(sequence)
         others = [slot for slot in idle if slot not in (placement.slot, placement.source)]
@@ -264,28 +270,29 @@ class SlotFinder:
         return without_prefix if self._cache.reclaim(idle, len(sequence.tokens)) else None
 
     def would_fit(self, sequence: Sequence, idle: list[int], victims: list[Sequence]) -> bool:
-        """Return whether there are enough cells once all victims have lost their slots."""
+        """Return whether enough cells would be free if all victims lost their slots."""
         slots = idle + [victim.slot for victim in victims if victim.slot is not None]
         cells = self._cache.cells
         return self._cells_needed(sequence, victims) <= cells.free + cells.freed_by(slots)
 
     def _preferred_slot(self, sequence: Sequence, idle: list[int]) -> int | None:
-        """Return an empty slot next to the slots that are decoded with this sequence, or else next to busy slots."""
+        """Return an empty slot next to the slots that are decoded with this sequence, or else next to any busy slot."""
         if self._cache.memory.unified:
             return None
         neighbours = self._slots_like(sequence) or self._slots.busy
         return adjacent_slot(neighbours, [slot for slot in idle if not self._cache.cells.of(slot)])
 
     def _slots_like(self, sequence: Sequence) -> list[int]:
-        """Return the slots with this sequence's class and adapters, which may be decoded in one pass with it."""
+        """Return the slots of sequences with the same class and adapters, which llama.cpp can decode in one pass."""
         kind = sequence.request.is_interactive, sequence.adapters
         return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
 
     def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
-        """Return the running sequences that this one may preempt, in the order in which they lose their slots.
+        """Return the running sequences that this sequence may preempt, in the order in which they should be preempted.
 
-        The order of the queue decides, and only waiting time makes a sequence older in this order. An older bulk
-        request also yields to an interactive request, but not twice in a row without progress.
+        Victims must be less urgent and rank behind this sequence in the queue, where only waiting time counts as age. A
+        bulk sequence that ranks ahead also yields to an interactive sequence, once it has held its slot for HOLD_S and
+        generated a token.
         """
         less_urgent = [s for s in self._slots.running if s.request.priority > sequence.request.priority]
         ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
@@ -297,16 +304,19 @@ class SlotFinder:
         return self._without_guaranteed(victims) if needs_check else victims
 
     def _without_guaranteed(self, victims: list[Sequence]) -> list[Sequence]:
-        """Return the victims without the bulk sequences that keep their slots."""
+        """Return the victims except the bulk sequences whose slots are guaranteed."""
         num_bulk = max(0, self._slots.num_bulk - self._bulk_slots)
         bulk = [victim for victim in victims if not victim.request.is_interactive]
         kept = set(bulk[num_bulk:])
         return [victim for victim in victims if victim not in kept]
 
     def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
-        """Sort victims by urgency and service, and then by age, or by nearness if states are saved.
+        """Return the victims in the order in which they should be preempted.
 
-        The least urgent one is first, and then one of the fairness key with the most service.
+        The least urgent sequences are first. Among equally urgent sequences, those whose fairness key has received the
+        most service are first. Remaining ties are usually resolved as in `preemption_order`. If an interactive sequence
+        needs a slot with its own cells, and states are saved to RAM, the victim closest to slots with the same class
+        and adapters is first.
         """
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
             return self.preemption_order(victims)
@@ -317,9 +327,11 @@ class SlotFinder:
         return sorted(victims, key=lambda victim: (victim.request.priority, services[victim]), reverse=True)
 
     def preemption_order(self, running: list[Sequence]) -> list[Sequence]:
-        """Sort running sequences in the order in which they lose their slots.
+        """Return the running sequences in the order in which they should lose their slots.
 
-        The least urgent one is first, then one of the fairness key with the most service, and then the youngest.
+        The least urgent sequences are first. Among equally urgent sequences, those whose fairness key has received the
+        most service are first. The remaining ties are resolved in favor of older sequences, so the most recently
+        admitted sequence loses its slot first.
         """
         services = self._shares.services(running)
         return sorted(
@@ -329,7 +341,7 @@ class SlotFinder:
         )
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
-        """Return the number of cells that the sequence and all running sequences except the victims need."""
+        """Return the number of cells needed by the sequence and by all running sequences except the victims."""
         if not self._cache.memory.unified:
             return 0  # each slot has its own cells
         gone = frozenset(victims)
@@ -342,10 +354,10 @@ def _will_compute(sequence: Sequence, length: int) -> bool:
 
 
 class CutPlanner:
-    """Plans cuts, the lengths at which a prefill stops to save a checkpoint.
+    """Plans cuts: the lengths at which a prefill stops to save a checkpoint.
 
-    Cuts are needed only if memory can't be truncated, because then other sequences can reuse a shared prefix only up to
-    a checkpoint.
+    Cuts are needed only if the memory can't be truncated. Other sequences can then reuse a shared prefix only up to a
+    checkpoint.
     """
 
     def __init__(self, cache: KvCache, queue: WaitingQueue, slots: SlotTable) -> None:
@@ -358,7 +370,7 @@ class CutPlanner:
         return self._cache.checkpoints.is_enabled
 
     def plan(self, sequence: Sequence, num_reused: int) -> None:
-        """Plan the cuts of a sequence that gets a slot: where other prompts diverge from it, and near its end."""
+        """Plan the cuts of a sequence that is getting a slot: where other prompts diverge from it, and near its end."""
         sequence.cuts = ()
         if not self._is_enabled or not sequence.request.cache_prompt:
             return
@@ -373,7 +385,10 @@ class CutPlanner:
                 sequence.cuts = (*sequence.cuts, end)
 
     def cut_for(self, sequence: Sequence) -> None:
-        """Add a cut to a prefilling sequence at the end of the prefix that a new one shares, unless it is too late."""
+        """Add a cut to a prefilling sequence at the end of the prefix that it shares with a new sequence.
+
+        If the prefilling sequence has already passed that point, no cut is added.
+        """
         if not self._is_enabled:
             return
         for slot, shared in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
@@ -388,7 +403,7 @@ class CutPlanner:
 
 
 def _cuts(lengths: Iterable[int], start: int, max_length: int) -> tuple[int, ...]:
-    """Return at most MAX_CUTS cuts. If a length is omitted, requests that share it can use a slightly shorter one."""
+    """Return at most MAX_CUTS cuts. If a length is omitted, requests that share it can use the next shorter cut."""
     ordered = sorted({min(length, max_length) for length in lengths})
     distance = MIN_CUT_DISTANCE
     while len(cuts := _spaced(ordered, start, distance)) > MAX_CUTS:

@@ -1,8 +1,9 @@
-"""The costs of decode calls and moves on this machine, learned from their durations.
+"""The costs of decode calls and slot moves on this machine, learned from measured durations.
 
-A run consists of slots with consecutive indices and equally many tokens. llama.cpp decodes a run in one pass. The
-duration of a pass grows in steps with its number of rows. On a CPU, it depends mostly on the rows. On a GPU, most of it
-is a fixed cost per pass. Therefore, this module makes no assumptions about the machine.
+A run consists of slots with consecutive indices and the same number of tokens each. llama.cpp decodes a run in one
+pass. The duration of a pass increases stepwise with the number of rows. On a CPU, the duration depends mostly on the
+number of rows. On a GPU, most of the duration is a fixed cost per pass. Therefore, this module makes no assumptions
+about the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOVE_WEIGHT = 0.3  # weight of a new value in the running mean: moves are rare, 
 
 @dataclass(slots=True)
 class _Size:
-    """The measured cost of passes that have a certain number of rows."""
+    """The measured cost of passes with a certain number of rows."""
 
     seconds: float  # duration of a pass
     num_measured: float = 0.0
@@ -34,11 +35,12 @@ class _Size:
 
 
 class DecodeCosts:
-    """Learns how long passes take: running means for some sizes in rows, and linear interpolation between them.
+    """Learns the duration of passes by their number of rows.
 
-    The sizes are 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, because most passes with drafts have these sizes. Each size
-    learns separately, so that passes with many draft rows don't change the expected cost of one row
-    (docs/adr/015-speculation.md). The slot layout and speculation share one instance.
+    It keeps a running mean for each of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, because most passes with drafts
+    have these sizes. Durations for other sizes are interpolated linearly. Each size is learned separately, so passes
+    with many draft rows don't change the expected cost of one row (docs/adr/015-speculation.md). The slot layout and
+    speculation share one instance.
     """
 
     def __init__(self) -> None:
@@ -51,13 +53,16 @@ class DecodeCosts:
         return bool(self._sizes)
 
     def is_known(self, rows: int) -> bool:
-        """Return whether passes with this number of rows were measured often enough for comparisons."""
+        """Return whether passes with this number of rows have been measured often enough for comparisons."""
         return all(
             size in self._sizes and self._sizes[size].num_measured >= TRUSTED * share for size, share in _between(rows)
         )
 
     def expected(self, rows: int) -> float:
-        """Return the expected duration of a pass. Before the first measurement, only ratios are meaningful."""
+        """Return the expected duration of a pass with this number of rows.
+
+        Before the first measurement, only the ratios between results are meaningful.
+        """
         if not self._ordered:
             return float(rows + PASS_ROWS)
         at = bisect_left(self._ordered, rows)
@@ -69,9 +74,10 @@ class DecodeCosts:
         return self._sizes[nearest].seconds * (rows + PASS_ROWS) / (nearest + PASS_ROWS)
 
     def optimistic(self, rows: int) -> float:
-        """Return the lowest plausible duration: less than expected for sizes that are unmeasured or out of date.
+        """Return the lowest plausible duration of a pass with this number of rows.
 
-        Decisions that are based on it occasionally try an option that may be better, and learn from the result.
+        For sizes that have not been measured, or not recently, the result is lower than the expected duration.
+        Decisions based on it therefore occasionally try an option that may be better, and learn from the result.
         """
         doubt = sum([share * self._doubt(size) for size, share in _between(rows)])
         return self.expected(rows) * (1 - doubt)
@@ -81,17 +87,17 @@ class DecodeCosts:
         return DOUBT if known is None else min(DOUBT, AGEING * (self._num_calls - known.measured_at))
 
     def table(self, max_rows: int) -> list[float]:
-        """Return the expected duration of passes with 0, 1, 2 … rows, as a non-decreasing list."""
+        """Return the expected durations of passes with 0, 1, 2 … rows, as a non-decreasing list."""
         seconds = [0.0]
         for rows in range(1, max_rows + 1):
             seconds.append(max(seconds[-1], self.expected(rows)))
         return seconds
 
     def observe(self, pass_rows: Seq[int], seconds: float) -> None:
-        """Learn from a decode call that had passes with these numbers of rows.
+        """Learn from a decode call that consisted of passes with these numbers of rows.
 
-        Only the whole call is measured, so each size learns in proportion to its share of the call. If some sizes have
-        no measurement yet, the whole difference from the expected duration is attributed to them.
+        Only the duration of the whole call is measured, so each size learns in proportion to its share of the call. If
+        some sizes have not been measured before, the whole difference from the expected duration is attributed to them.
         """
         self._num_calls += 1
         total_s = sum([self.expected(rows) for rows in pass_rows])
@@ -117,14 +123,17 @@ class DecodeCosts:
         return known
 
     def _learn(self, size: _Size, ratio: float, share: float) -> None:
-        """Learn that passes of this size, a share of a decode call, took `ratio` times as long as expected."""
+        """Record that passes of this size took `ratio` times as long as expected.
+
+        `share` is the part of the decode call that these passes account for.
+        """
         size.num_measured += share
         size.seconds *= 1 + (ratio - 1) * share * max(WEIGHT, min(1.0, 1 / size.num_measured))
         size.measured_at += (self._num_calls - size.measured_at) * share
 
 
 def _between(rows: int) -> list[tuple[int, float]]:
-    """Return the sizes next to a number of rows, each with its share: 5 → (4, 0.5), (6, 0.5) and 6 → (6, 1.0)."""
+    """Return the sizes next to a number of rows, each with its share, such as [(4, 0.5), (6, 0.5)] for 5 rows."""
     power = 1 << (rows.bit_length() - 1)  # sizes are powers of two, and 1.5 times these: 2, 3, 4, 6, 8, 12 …
     low, high = (power, power * 3 // 2) if 2 * rows < 3 * power or power == 1 else (power * 3 // 2, 2 * power)
     if rows == low:
@@ -134,7 +143,7 @@ def _between(rows: int) -> list[tuple[int, float]]:
 
 
 class MoveCosts:
-    """Learns how long it takes to move the cells of a slot to another slot."""
+    """Learns how long it takes to move a slot's cells to another slot."""
 
     def __init__(self) -> None:
         self._token_s = MOVED_TOKEN_S
@@ -143,6 +152,6 @@ class MoveCosts:
         return self._token_s * (num_tokens + MOVE_TOKENS) if num_tokens else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn how long it took to move this many tokens."""
+        """Learn from the duration of a move of this many tokens."""
         if num_tokens > 0 and seconds >= 0:
             self._token_s += (seconds / (num_tokens + MOVE_TOKENS) - self._token_s) * MOVE_WEIGHT

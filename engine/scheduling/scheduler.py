@@ -1,6 +1,6 @@
 """The scheduler: admission, preemption and the batch of each step.
 
-A decode call can apply only one set of adapters, so the sets take turns if running sequences use several
+A decode call can apply only one set of adapters. If running sequences use several sets, the sets take turns
 (docs/adr/004-adapters.md).
 """
 
@@ -38,11 +38,11 @@ class _AdapterGroup:
 
 
 class AdapterRotation:
-    """Chooses the adapters of the next step if running sequences use several sets.
+    """Chooses the adapters of the next step if running sequences use several sets of adapters.
 
-    Each turn of a set lasts for some time, because llama.cpp builds a new graph after a change. The next turn is for
-    the group that has waited longest. A group without interactive requests counts as if it had started to wait
-    BULK_EXTRA_S later.
+    Sequences with the same adapters form a group. Each group's turn lasts for some time, because llama.cpp builds a new
+    graph after a change of adapters. The group that has waited longest gets the next turn. For a group without
+    interactive requests, BULK_EXTRA_S is subtracted from its waiting time.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class AdapterRotation:
         self._since = -math.inf  # start of the turn
 
     def add(self, key: Hashable, interactive: bool, now: float) -> None:
-        """Add a sequence that has received a slot to its group."""
+        """Add a sequence that has received a slot to the group of its adapters."""
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) == 1:  # the single group had its turn until now, so the new one is next
@@ -61,7 +61,7 @@ class AdapterRotation:
         group.num_interactive += interactive
 
     def remove(self, key: Hashable, interactive: bool) -> None:
-        """Remove a sequence that has lost its slot or finished from its group."""
+        """Remove a sequence that has finished or lost its slot from the group of its adapters."""
         group = self._groups[key]
         group.num -= 1
         group.num_interactive -= interactive
@@ -70,11 +70,11 @@ class AdapterRotation:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether there is more than one group of sequences."""
+        """Return whether the running sequences use more than one set of adapters."""
         return len(self._groups) > 1
 
     def take_turn(self, now: float) -> Hashable:
-        """Return the group of the next step. There must be at least one group."""
+        """Return the adapters of the next step. At least one sequence must be running."""
         current = self._groups.get(self._turn)
         if current is not None:
             if now < self._since + self._slice_s():
@@ -107,11 +107,14 @@ class Limits:
 class Scheduler:
     """Decides which sequences have slots and what each step computes. A slot holds at most one sequence.
 
-    The scheduler owns each sequence from `enqueue` to `release`.
+    The scheduler owns each sequence from the call of `enqueue` to the call of `release`.
     """
 
     def __init__(self, limits: Limits, strategy: Strategy, memory: KvMemory, ram_bytes: int = 0) -> None:
-        """Create a scheduler. `ram_bytes` is the quota of saved states in RAM. With 0, no states are saved."""
+        """Create a scheduler.
+
+        `ram_bytes` is the quota for states that are saved in RAM. With 0, no states are saved.
+        """
         self.limits = limits
         self.strategy = Guarded(strategy)
         self.slots = SlotTable(memory.n_slots)
@@ -126,7 +129,7 @@ class Scheduler:
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
-        """Raise PromptTooLong for a prompt that can never fit into a slot."""
+        """Raise PromptTooLong if a prompt of this length can never fit into a slot."""
         limit = self.cache.memory.ctx_per_slot - 1  # one cell is reserved for the first generated token
         if num_prompt_tokens > limit:
             raise PromptTooLong(
@@ -136,7 +139,7 @@ class Scheduler:
             )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Put a new sequence into the waiting queue. Raises PromptTooLong and QueueFull."""
+        """Add a new sequence to the waiting queue. Raises PromptTooLong and QueueFull."""
         self.check(sequence.num_prompt)
         self.queue.add(sequence, now, num_idle=len(self.slots.idle))
         self._cuts.cut_for(sequence)
@@ -144,11 +147,12 @@ class Scheduler:
     # Admission and preemption
 
     def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
-        """Give slots to waiting sequences, the most urgent first, each with the longest prefix that can be reused.
+        """Assign slots to waiting sequences, the most urgent first, and return the admitted sequences.
 
-        Equally urgent sequences take turns by fairness key. A sequence is skipped while another one computes a prefix
-        that it can reuse. A running sequence loses its slot to a more urgent one. If admitting a sequence raises an
-        unexpected exception, the sequence is passed to `on_failure`, which releases it.
+        Each admitted sequence reuses the longest available prefix. Sequences of equal urgency take turns by fairness
+        key. A sequence is skipped while another sequence is computing a prefix that it can reuse. A more urgent
+        sequence may preempt a running one. If admitting a sequence raises an unexpected exception, the sequence is
+        passed to `on_failure`, which releases it.
         """
         if self.queue.has_several_keys:
             self.shares.charge_running()
@@ -182,7 +186,10 @@ class Scheduler:
         return [sequence for sequence in admitted if sequence.slot is not None]
 
     def _next_waiting(self, is_full: bool) -> Sequence | None:
-        """Return the next sequence of the queue, or the next bulk one while an idle slot is guaranteed to bulk work."""
+        """Return the next sequence in the queue.
+
+        While idle slots are reserved for bulk sequences, the next bulk sequence precedes all others.
+        """
         guaranteed = self.limits.bulk_slots
         if guaranteed and self.slots.idle and self.slots.num_bulk < guaranteed:
             bulk = self.queue.pop(only="bulk")
@@ -191,7 +198,10 @@ class Scheduler:
         return self.queue.pop(only="interactive" if is_full else None)
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
-        """Return a slot for the sequence, or None if it must wait. Preempts other sequences if that makes it fit."""
+        """Return a slot for the sequence, or None if it must wait.
+
+        Other sequences are preempted if the sequence then fits.
+        """
         while True:
             idle = self.slots.idle
             if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
@@ -202,7 +212,10 @@ class Scheduler:
             self.preempt(victims[0], now)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Take the slot from a sequence, which then waits again. Its cells are saved if the quota allows that."""
+        """Take the slot from a sequence and return the sequence to the waiting queue.
+
+        Its cells are saved to RAM if the quota allows it.
+        """
         self.shares.charge(sequence, is_leaving=True)
         slot = self.slots.release(sequence)
         self.cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
@@ -236,10 +249,10 @@ class Scheduler:
     # The batch of a step
 
     def schedule(self, now: float, only: int | None = None) -> list[SlotWork]:
-        """Return the work of this step in order of slots. All of it uses the same adapters.
+        """Return the sequences and chunks of this step, in slot order. All of them use the same adapters.
 
-        The result is empty if no slot is busy. If there are not enough cells, idle slots are emptied, and then running
-        sequences are preempted one by one. If `only` is given, the step serves only this slot.
+        The result is empty if no slot is busy. If there are not enough cells, idle slots are emptied first. After that,
+        running sequences are preempted one by one. If `only` is given, the step computes only that slot.
         """
         while True:
             works = self._build_batch(now, only)
@@ -250,7 +263,10 @@ class Scheduler:
                 return works
 
     def free_cells(self, missing: int, now: float) -> bool:
-        """Free cells for running sequences. Return False if the only running sequence already has all of the cells."""
+        """Free cells for running sequences.
+
+        Return False if the only running sequence already occupies all cells.
+        """
         idle = [slot for slot in self.slots.idle if self.cache.cells.of(slot)]
         freed = self.cache.cells.freed_by(idle)
         if freed:
@@ -277,12 +293,12 @@ class Scheduler:
         return [_view(s) for s in busy]
 
     def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Learn the duration of a decode call with these chunks, unless it prefilled prompts."""
+        """Learn from the duration of a decode call with these chunks, unless the call prefilled prompts."""
         if all(chunk.decode or len(chunk.tokens) == 1 for chunk in chunks):
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:
-        """Record a decoded chunk without its drafts. If it samples a token, its sequence decodes from now on."""
+        """Record a decoded chunk without its draft tokens. If it samples a token, its sequence starts decoding."""
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
         sequence.num_computed += count
@@ -293,13 +309,13 @@ class Scheduler:
             sequence.state = State.DECODING
 
     def rollback(self, work: SlotWork) -> None:
-        """Restore a slot to the state before a failed chunk, or empty it if its memory can't be truncated."""
+        """Restore a slot to its state before a failed chunk, or empty the slot if its memory can't be truncated."""
         sequence, chunk = work
         if sequence.slot == chunk.slot:  # otherwise it has lost the slot
             self._truncate(sequence, chunk.slot, chunk.position)
 
     def settle(self) -> None:
-        """Restore every slot to the recorded state of its sequence, after a step has raised an exception."""
+        """Restore every slot to the recorded state of its sequence after a step has raised an exception."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 self.layout.restore_slot(slot)
@@ -314,11 +330,14 @@ class Scheduler:
     # Finishing
 
     def is_full(self, sequence: Sequence) -> bool:
-        """Return whether the slot of the sequence has no free cell."""
+        """Return whether the sequence's slot has no free cells."""
         return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """End a sequence. If `keep` is true and its request allows that, its cells stay for later sequences."""
+        """Finish a sequence and release its slot.
+
+        If `keep` is true and the request allows it, the sequence's cells are kept for later sequences.
+        """
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
         self.queue.forget(sequence)
@@ -338,7 +357,7 @@ class Scheduler:
             self.cache.clear(slot)
 
     def unfinished(self) -> list[Sequence]:
-        """Return all sequences that wait or have a slot."""
+        """Return all sequences that are waiting or have a slot."""
         return self.slots.running + self.queue.waiting()
 
     @property
@@ -347,7 +366,7 @@ class Scheduler:
 
     @property
     def num_busy(self) -> int:
-        """The number of slots that have a sequence."""
+        """The number of busy slots."""
         return len(self.slots.running)
 
     @property
@@ -356,12 +375,12 @@ class Scheduler:
 
     @property
     def kv_used_tokens(self) -> int:
-        """The number of positions of running sequences."""
+        """The total number of computed tokens in running sequences."""
         return sum(s.num_computed for s in self.slots.running)
 
     @property
     def kv_cached_tokens(self) -> int:
-        """The number of positions in idle slots, which later sequences with the same prefix can reuse."""
+        """The total number of tokens in idle slots, which later sequences with the same prefix can reuse."""
         return sum(self.cache.cells.of(slot) for slot in self.slots.idle)
 
 

@@ -1,4 +1,4 @@
-"""Sequences, and the slots that they hold: the tokens and the progress of each request."""
+"""Sequences and the slots that hold them: the tokens and progress of each request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROWTH = 4 / 3  # growth after which a running sequence is copied again, so each
 
 
 class State(Enum):
-    """The state of a sequence. Only the scheduler changes it. A preempted sequence waits again."""
+    """The state of a sequence. Only the scheduler changes it. A preempted sequence returns to WAITING."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -41,8 +41,8 @@ class State(Enum):
 class Sequence:
     """One completion of a request, with its tokens.
 
-    The engine thread owns it, and the scheduler owns `state`, `slot` and `num_computed`. All times are in seconds, as
-    returned by `time.monotonic()`.
+    The engine thread owns the sequence, and the scheduler owns `state`, `slot` and `num_computed`. All times are in
+    seconds, as returned by `time.monotonic()`.
     """
 
     request: Request
@@ -101,23 +101,23 @@ class Sequence:
 
     @property
     def matches_prediction(self) -> bool:
-        """Return whether the last output token is the token that the request predicted."""
+        """Return whether the last output token matches the token at the same position of the request's prediction."""
         at = self.num_output - 1
         return at < len(self.request.prediction) and self.tokens[-1] == self.request.prediction[at]
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens to decode before the next one can be sampled."""
+        """The number of tokens that must be decoded before the next token can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_until_cut(self) -> int:
-        """The number of pending tokens before the next cut."""
+        """The number of pending tokens before the next cut, or all pending tokens if there is no further cut."""
         return next((cut for cut in self.cuts if cut > self.num_computed), len(self.tokens)) - self.num_computed
 
     @property
     def scope(self) -> Hashable:
-        """The scope of reuse, which includes the adapters. Sequences with different scopes never share states."""
+        """The reuse scope, which includes the adapters. Sequences with different scopes never share states."""
         if not self.request.cache_prompt:
             return id(self)
         return (self.request.cache_scope, key_of(self.adapters)) if self.adapters else self.request.cache_scope
@@ -128,10 +128,11 @@ class Sequence:
         return None if timeout_s is None else self.submitted_at + timeout_s
 
     def take_uncharged(self, *, is_leaving: bool = False) -> float:
-        """Return the cost in generated tokens that was added since the last call.
+        """Return the sequence's cost since the last call, in generated tokens, and record it as charged.
 
-        A sequence that gets a slot costs its whole prefill, of which one that is `is_leaving` the slot costs only the
-        part that was computed.
+        A generated token costs 1, a prefilled token costs the `prefill_cost` of the request's share, and a reused token
+        is free. The whole prefill is charged as soon as the sequence gets a slot. If `is_leaving` is true, the sequence
+        is losing its slot, so prefill tokens that were not computed are refunded.
         """
         num_known = self.num_prompt + self.num_output_placed
         num_prefilled = (min(self.num_computed, num_known) if is_leaving else num_known) - self.num_reused
@@ -140,7 +141,7 @@ class Sequence:
         return cost - before
 
     def truncate(self, num_tokens: int) -> None:
-        """Record that the slot has at most this many tokens of the sequence, so the others must be computed again."""
+        """Record that the slot holds at most this many tokens of the sequence. The rest must be computed again."""
         if num_tokens < self.num_computed:
             self.num_computed = num_tokens
             if self.num_pending > 1:
@@ -148,12 +149,15 @@ class Sequence:
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether a later request may continue the state: only after interactive or prefill-only requests."""
+        """Return whether later requests may continue from this state.
+
+        Only the states of interactive and prefill-only requests are reusable.
+        """
         return self.request.is_interactive or self.request.prefill_only
 
     @property
     def note(self) -> StateNote:
-        """Properties of the sequence that the cache records with its state."""
+        """The properties of the sequence that the cache records with its state."""
         pending = self.tokens[self.num_computed :]
         return StateNote(
             next_token=pending[0] if len(pending) == 1 else None,
@@ -166,7 +170,10 @@ class Sequence:
 
     @property
     def needs_copy(self) -> bool:
-        """Return whether the sequence has finished its prefill, or grown a lot since its state was last copied."""
+        """Return whether the sequence has finished its prefill, or has grown a lot since its state was last copied.
+
+        States below MIN_SAVED_TOKENS tokens, and states of requests that don't use the cache, are never copied.
+        """
         min_tokens = max(MIN_SAVED_TOKENS, GROWTH * max(self.num_stored, self.num_cached))
         return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= min_tokens
 
@@ -177,7 +184,7 @@ class Sequence:
 
     @property
     def reasoning(self) -> str | None:
-        """The model's reasoning so far, or None if there is none."""
+        """The model's reasoning so far, or None if it has not written any."""
         return "".join(self.reasoning_texts) or None
 
     def completion(self, reason: FinishReason, stop_sequence: str | None, timings: RequestTimings) -> Completion:
@@ -203,7 +210,7 @@ class Sequence:
 
     @property
     def usage(self) -> RequestUsage:
-        """The token counts so far, including reused tokens."""
+        """The request's token counts so far, including reused tokens."""
         return RequestUsage(
             prompt_tokens=self.num_prompt,
             completion_tokens=self.num_output,
@@ -218,7 +225,7 @@ class Sequence:
         return Context(self.identity, key_of(self.adapters), request.cache_scope, request.prompt, generated)
 
     def note_prefix_wait(self, is_waiting: bool, now: float) -> None:
-        """Record whether the sequence waits for a prefix from now on."""
+        """Record whether the sequence is now waiting for a prefix, and add up the time that it has waited."""
         if is_waiting:
             self.prefix_wait_since = now if self.prefix_wait_since is None else self.prefix_wait_since
         elif self.prefix_wait_since is not None:
@@ -226,7 +233,7 @@ class Sequence:
 
 
 class SlotWork(NamedTuple):
-    """A sequence, and the chunk that a step computes for it."""
+    """A sequence and the chunk that a step computes for it."""
 
     sequence: Sequence
     chunk: Chunk
@@ -243,7 +250,7 @@ def work_of(sequence: Sequence, count: int) -> SlotWork:
 
 
 class SlotTable:
-    """The sequence of each slot, or None where a slot is idle. The scheduler and its parts share one table."""
+    """The sequence in each slot, or None for an idle slot. The scheduler and its parts share one table."""
 
     def __init__(self, num_slots: int) -> None:
         self._holders: list[Sequence | None] = [None] * num_slots
@@ -259,12 +266,12 @@ class SlotTable:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences that have a slot, in order of slots."""
+        """The sequences that have a slot, in slot order."""
         return [holder for holder in self._holders if holder is not None]
 
     @property
     def num_bulk(self) -> int:
-        """The number of slots that have bulk sequences."""
+        """The number of slots with bulk sequences."""
         return sum(holder is not None and not holder.request.is_interactive for holder in self._holders)
 
     @property
@@ -276,18 +283,18 @@ class SlotTable:
         return [slot for slot, holder in enumerate(self._holders) if holder is None]
 
     def assign(self, slot: int, sequence: Sequence) -> None:
-        """Give an idle slot to a sequence."""
+        """Assign an idle slot to a sequence."""
         self._holders[slot], sequence.slot = sequence, slot
 
     def release(self, sequence: Sequence) -> int:
-        """Take the slot from a sequence, and return the slot."""
+        """Take the slot from a sequence and return the slot."""
         slot = sequence.slot
         assert slot is not None
         self._holders[slot], sequence.slot = None, None
         return slot
 
     def swap(self, slot: int, other: int) -> list[Sequence]:
-        """Exchange the sequences of two slots, one of which may be idle. Return the sequences that have moved."""
+        """Exchange the sequences of two slots, either of which may be idle. Return the sequences that have moved."""
         self._holders[slot], self._holders[other] = self._holders[other], self._holders[slot]
         moved = []
         for index in (slot, other):

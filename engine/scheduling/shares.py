@@ -1,8 +1,9 @@
-"""Fair shares: the service that fairness keys have received from the slots, as in the queues (docs/fair-share.md).
+"""Fair shares: the service that fairness keys have received from the slots.
 
-Keys form a tree. A node is a level of a key, such as `org/team`, and the leaf `{key}/` stands for the requests of the
-key itself. Among children of a node, the one with the least service per weight is the next. Service is counted for each
-priority on its own, in tokens that were computed. The rules are those of VTC (arXiv 2401.00588).
+The job queues use the same rules (docs/fair-share.md). Keys form a tree. A node is a level of a key, such as
+`org/team`, and the leaf `{key}/` represents the requests of the key itself. Among a node's children, the one with the
+least service per weight is served next. Service is measured in computed tokens, separately for each priority. The rules
+are those of VTC (arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Service = tuple[float, ...]  # of each level of a key, from the root, in tokens 
 
 @lru_cache(maxsize=10_000)
 def _levels_of(key: str) -> tuple[tuple[str, str], ...]:
-    """Return the node and its parent for each level of a key, from the root."""
+    """Return each node on the path of a key with its parent, starting at the root."""
     names = key.split("/") if key else []
     nodes = ["", *("/".join(names[:end]) for end in range(1, len(names) + 1)), f"{key}/"]
     return tuple(zip(nodes[1:], nodes, strict=False))
 
 
 class _Band:
-    """The service of the nodes within a priority."""
+    """The service of all nodes at one priority."""
 
     def __init__(self) -> None:
         self.service: defaultdict[str, float] = defaultdict(float)
@@ -36,9 +37,11 @@ class _Band:
         self._last: dict[str, str] = {}  # of each node: the last child that had waiting sequences
 
     def start_waiting(self, key: str, *, is_new: bool) -> None:
-        """Count a waiting sequence. With a new one, a node that returns is lifted to the least service of the others.
+        """Count a waiting sequence at each level of its key.
 
-        So a node can't catch up on the time when it had no waiting sequences.
+        A node that had no waiting sequences may have received little service in the meantime. If the sequence is new,
+        the node's service is raised to the lowest service of its siblings. As a result, an idle key can't save up
+        service for later.
         """
         for node, parent in _levels_of(key):
             if not self.num_waiting[node]:
@@ -49,7 +52,7 @@ class _Band:
             self.num_waiting[node] += 1
 
     def stop_waiting(self, key: str) -> None:
-        """Count a sequence that no longer waits."""
+        """Remove a waiting sequence from the counts at each level of its key."""
         for node, parent in _levels_of(key):
             self.num_waiting[node] -= 1
             if not self.num_waiting[node]:
@@ -60,7 +63,7 @@ class _Band:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget idle nodes with the least service, because they would be lifted when they return."""
+        """Discard the idle nodes with the least service, which would be raised anyway when the nodes return."""
         idle = sorted(self.service.keys() - self.num_waiting.keys(), key=self.service.__getitem__)
         for node in idle[:-MAX_IDLE_NODES]:
             del self.service[node]
@@ -69,42 +72,48 @@ class _Band:
 
 
 class FairShares:
-    """Counts the service of all fairness keys. The scheduler and its parts share one object."""
+    """Tracks the service of all fairness keys. The scheduler and its parts share one object."""
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
         self._bands: defaultdict[int, _Band] = defaultdict(_Band)
 
     def start_waiting(self, sequence: Sequence, *, is_new: bool) -> None:
-        """Record that a sequence waits for a slot. `is_new` is false if it has lost its slot."""
+        """Record that a sequence is waiting for a slot. `is_new` is False if the sequence has lost its slot."""
         band, key = self._bands[sequence.request.priority], sequence.request.share.key
         if is_new and not band.num_waiting[f"{key}/"] and any(s.request.share.key != key for s in self._slots.running):
             self.charge_running()
         band.start_waiting(key, is_new=is_new)
 
     def stop_waiting(self, sequence: Sequence) -> None:
-        """Record that a sequence has received a slot or finished."""
+        """Record that a waiting sequence has received a slot or has finished."""
         self._bands[sequence.request.priority].stop_waiting(sequence.request.share.key)
 
     def charge(self, sequence: Sequence, *, is_leaving: bool = False) -> None:
-        """Charge the tokens of a sequence with a slot since it was last charged. It may be leaving the slot."""
+        """Charge a running sequence's fairness key for the tokens computed since the last charge.
+
+        `is_leaving` is true if the sequence is about to lose its slot.
+        """
         share, tokens = sequence.request.share, sequence.take_uncharged(is_leaving=is_leaving)
         service = self._bands[sequence.request.priority].service
         for (node, _), weight in zip(_levels_of(share.key), chain(share.weights, repeat(1.0)), strict=False):
             service[node] += tokens / weight
 
     def charge_running(self) -> None:
-        """Charge the tokens of all sequences that have a slot. Only needed before services are compared."""
+        """Charge the fairness keys of all running sequences. This is needed only before services are compared."""
         for sequence in self._slots.running:
             self.charge(sequence)
 
     def of(self, priority: int, key: str) -> Service:
-        """Return the service of a key, such that the least value is that of the key to serve next."""
+        """Return the service of a key at each level. The key with the smallest result is served next."""
         service = self._bands[priority].service
         return tuple([service.get(node, 0.0) for node, _ in _levels_of(key)])
 
     def services(self, running: list[Sequence]) -> dict[Sequence, Service]:
-        """Return the service of the key of each of these sequences, or () for each if they all have the same key."""
+        """Return the service of each sequence's fairness key.
+
+        If all sequences have the same key, each result is an empty tuple.
+        """
         if len({s.request.share.key for s in running}) < 2:
             return dict.fromkeys(running, ())
         self.charge_running()

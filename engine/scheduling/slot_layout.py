@@ -1,9 +1,9 @@
-"""The layout of slots: sequences that decode are kept in neighbouring slots if this saves time.
+"""The layout of slots: keep decoding sequences in neighbouring slots if this saves time.
 
-If each slot has its own stream of cells, llama.cpp computes slots with consecutive indices in one pass, and a hole
-between them starts another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Times come from a
-clock that is passed in. Lists of slots are in ascending order. `cost` is a table of the seconds that a pass takes, by
-its number of rows.
+If each slot has its own cells, llama.cpp computes slots with consecutive indices in one pass, and each hole between
+busy slots causes another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Callers pass in the
+clock. Lists of slots are in ascending order. `cost` is a table of pass durations in seconds, indexed by the number of
+rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .sequence import Sequence, SlotTable, SlotWork, work_of
 
 
 class SlotRun(NamedTuple):
-    """Slots with consecutive indices."""
+    """A run of slots with consecutive indices."""
 
     first: int
     size: int
@@ -33,14 +33,14 @@ class SlotRun(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """A choice of holes to fill."""
+    """A choice of holes to fill, and the duration of the resulting decode call."""
 
     seconds: float  # duration of a decode call with these holes filled
     holes: list[int]  # slots to fill
 
 
 def runs_of(slots: Seq[int]) -> list[SlotRun]:
-    """Return the runs of these slots."""
+    """Return these slots, grouped into runs."""
     runs: list[SlotRun] = []
     for slot in slots:
         if runs and runs[-1].end == slot:
@@ -51,10 +51,10 @@ def runs_of(slots: Seq[int]) -> list[SlotRun]:
 
 
 def cheapest_cover(slots: Seq[int], can_fill: Callable[[int], bool], cost: Seq[float]) -> Cover:
-    """Return the holes between these slots whose rows cost less than the passes that they save.
+    """Return the holes between these slots that are worth filling, because their rows cost less than the saved passes.
 
-    The result is optimal: the best cover of the first n runs consists of the best cover of fewer runs, and of one pass
-    for the remaining runs.
+    The result is optimal. It is computed by dynamic programming: the best cover of the first n runs is the best cover
+    of fewer runs, followed by one pass for the remaining runs.
     """
     runs = runs_of(slots)
     bridgeable = [all(can_fill(slot) for slot in range(before.end, after.first)) for before, after in pairwise(runs)]
@@ -84,16 +84,16 @@ def _holes(runs: Seq[SlotRun], since: Seq[int]) -> list[int]:
 
 
 def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return moves (from, to) of these slots to idle ones, after which they form as few runs as possible.
+    """Return moves (from, to) of these slots to idle slots, after which the slots form as few runs as possible.
 
-    The candidates are these slots and the idle ones in order. A window with as many candidates as there are slots
-    slides over them. The best window has the fewest breaks, where a slot that is not a candidate is between two
-    candidates. Among these, the best window requires the smallest total `weight` to move. Slots outside the window move
-    to idle slots inside it.
+    The candidates are these slots and the idle slots, in order. A window slides over the candidates and contains as
+    many of them as there are slots to place. A break is a place in the window where the next candidate's index is not
+    consecutive. The best window has the fewest breaks. Among windows with equally few breaks, the one with the smallest
+    total `weight` to move is best. Slots outside the window move to idle slots inside it.
 
-    Example: the slots are 0 and 3, and slots 1, 2 and 5 are idle, but slot 4 is not. The candidates are 0, 1, 2, 3 and
-    5. Of the windows of two candidates, only (3, 5) has a break. If slot 3 weighs most, the best of the others is (2,
-    3), and the only move is (0, 2).
+    For example, slots 0 and 3 are given, slots 1, 2 and 5 are idle, and slot 4 is not available. The candidates are 0,
+    1, 2, 3 and 5. Of the windows of two candidates, only (3, 5) has a break. If slot 3 has the largest weight, the best
+    of the other windows is (2, 3), and the only move is (0, 2).
     """
     candidates, moving, count = sorted([*slots, *idle]), set(slots), len(slots)
     breaks = [0] + [int(after != before + 1) for before, after in pairwise(candidates)]
@@ -110,12 +110,12 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
 
 
 def adjacent_slot(running: Seq[int], empty: Seq[int]) -> int | None:
-    """Return the empty slot that fits best for one more sequence: a hole between running slots if there is one."""
+    """Return the empty slot that fits best for another sequence, preferably a hole between running slots."""
     return next(iter(by_nearness(empty, running)), None)
 
 
 def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
-    """Sort slots by how well they fit the running ones: holes first, then neighbours, then by distance."""
+    """Sort slots by how well they fit next to the running slots: holes first, then neighbours, then by distance."""
     others = sorted(running)
 
     def distances(slot: int) -> tuple[int, int, int]:
@@ -127,10 +127,10 @@ def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
 
 
 def pass_rows_of(chunks: Seq[Chunk], *, unified: bool) -> list[int]:
-    """Return the rows of each pass of a decode call. `chunks` are in order of slots.
+    """Return the number of rows in each pass of a decode call. `chunks` are in slot order.
 
-    With `unified` cells, the call is one pass. Otherwise llama.cpp combines slots with consecutive indices and equally
-    many tokens.
+    If the cells are `unified`, the call is a single pass. Otherwise, llama.cpp combines slots that have consecutive
+    indices and the same number of tokens.
     """
     if unified:
         return [sum([len(chunk.tokens) for chunk in chunks])]
@@ -148,7 +148,10 @@ RECHECK_STEPS = 16  # steps until the same layout is evaluated again: costs chan
 
 
 class Move(NamedTuple):
-    """A running sequence to move. The content of the target slot, which may belong to bulk work, moves back."""
+    """A planned move of a running sequence.
+
+    The target slot may contain bulk work or reusable cells, which are moved to the sequence's current slot.
+    """
 
     sequence: Sequence
     slot: int  # its current slot
@@ -156,10 +159,10 @@ class Move(NamedTuple):
 
 
 class SlotLayout:
-    """Fills holes between slots, and moves sequences. Only the engine thread may use it."""
+    """Fills holes between slots and moves sequences. Only the engine thread may use it."""
 
     def __init__(self, cache: KvCache, slots: SlotTable, costs: DecodeCosts, budget: int) -> None:
-        """Create a layout for decode calls of at most `budget` rows."""
+        """Create a layout for decode calls with at most `budget` rows."""
         self.is_active = not cache.memory.unified and len(slots) > 2  # a pool decodes any slots in one pass
         self.num_moves = 0  # total number of moves
         self._cache = cache
@@ -175,7 +178,7 @@ class SlotLayout:
     # Filling holes
 
     def fill(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[Chunk]]:
-        """Fill the holes between single tokens with rows: the next tokens of other slots, or padding.
+        """Fill the holes between single-token chunks with the next tokens of other slots, or with padding.
 
         The caller must remove the padding after the decode call with `remove_padding`, even if the call fails.
         """
@@ -192,7 +195,7 @@ class SlotLayout:
         return sorted(works + useful, key=lambda work: work.chunk.slot), padding
 
     def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
-        """Return the best of three choices: no holes, all holes, or the holes that are expected to be worth filling."""
+        """Return the best of three choices: no holes, all holes, or only the holes that are expected to save time."""
         costs = self._decode_costs
         tables = costs.table(len(self._slots)), self._one_for_each_pass
         covers = [cheapest_cover(slots, can_fill, table) for table in tables]
@@ -208,21 +211,24 @@ class SlotLayout:
         return self._can_pad(slot)
 
     def _can_pad(self, slot: int) -> bool:
-        """Return whether one more token fits into the slot, which has its own cells, and can be removed again."""
+        """Return whether one more token fits into the slot and can be removed again.
+
+        This applies only if each slot has its own cells.
+        """
         memory = self._cache.memory
         return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
 
     def _padding(self, slot: int, work: SlotWork) -> Chunk:
-        """Return a padding row. Its result is not used, so it can have any token."""
+        """Return a padding row for the slot. Its result is not used, so it can have any token."""
         return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
 
     def remove_padding(self, padding: Seq[Chunk]) -> None:
-        """Truncate padded slots to their previous content."""
+        """Remove padding rows by truncating the padded slots to their previous lengths."""
         for chunk in padding:
             self.restore_slot(chunk.slot)
 
     def restore_slot(self, slot: int) -> None:
-        """Remove the cells of a slot that are not recorded. If its state can't be truncated, discard the state."""
+        """Remove the slot's unrecorded cells. If the state of an idle slot can't be truncated, discard it."""
         num_cells = self._cache.cells.of(slot)
         if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
             self._cache.wipe(slot)
@@ -230,14 +236,15 @@ class SlotLayout:
     # Learning
 
     def observe_end(self, sequence: Sequence) -> None:
-        """Learn the length of a finished output."""
+        """Learn from the length of a finished output."""
         if sequence.num_output:
             self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
 
     def expected_steps(self, sequence: Sequence) -> float:
-        """Return how many more tokens the sequence will probably generate.
+        """Return the expected number of tokens that the sequence will still generate.
 
-        Lengths are assumed to be geometrically distributed, so the number of generated tokens doesn't matter.
+        The lengths are assumed to be geometrically distributed, so the expected number doesn't depend on the tokens
+        already generated.
         """
         return min(max(0.0, sequence.request.max_tokens - sequence.num_output), self._output_tokens)
 
@@ -248,7 +255,7 @@ class SlotLayout:
         return self.is_active and self._decode_costs.is_measured
 
     def plan_moves(self) -> list[Move]:
-        """Plan moves that should save more time, before the sequences finish, than they cost."""
+        """Return moves that should save more time than they cost before the sequences finish."""
         busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []
@@ -273,8 +280,9 @@ class SlotLayout:
     def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
         """Yield groups of busy slots that are decoded together, and the slots to which each group can move.
 
-        The sequences of a group have the same adapters. If a group has both classes, its interactive slots are a second
-        group. Few bulk rows decode together with them (strategies.py), so these slots can also swap with bulk slots.
+        All sequences in a group have the same adapters. If a group contains both classes, its interactive slots also
+        form a group. Few bulk rows are decoded together with interactive slots (strategies.py), so an interactive slot
+        can also swap places with a bulk slot.
         """
         idle = self._slots.idle
         groups: dict[Hashable, list[int]] = {}
@@ -309,12 +317,12 @@ class SlotLayout:
         return Move(sequence, slot, target)
 
     def _weight(self, slot: int) -> int:
-        """Return the cost of emptying or using this slot, expressed as a number of moved tokens."""
+        """Return the cost of emptying or filling this slot, as an equivalent number of moved tokens."""
         num_tokens = self._num_moved(slot)
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 
     def _num_moved(self, slot: int) -> int:
-        """Return the number of cells that move to or from this slot."""
+        """Return the number of cells that a move from or to this slot must copy."""
         num_cells = self._cache.cells.of(slot)
         return num_cells if self._slots[slot] is not None or num_cells >= MIN_SAVED_TOKENS else 0
 
@@ -322,9 +330,9 @@ class SlotLayout:
         return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))
 
     def execute(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
-        """Move the sequences one by one, as long as this takes no longer than a decode call.
+        """Execute the moves one by one, as long as they take no longer than one decode call.
 
-        The content of idle slots moves the other way. Lost cells are computed again.
+        The contents of the target slot move to the sequence's previous slot. Lost cells are computed again.
         """
         started = clock()
         running = self._slots.busy
@@ -341,7 +349,7 @@ class SlotLayout:
             self.num_moves += 1
 
     def _execute_move(self, move: Move) -> bool:
-        """Move a sequence, and return whether this succeeded."""
+        """Execute a move, and return whether it succeeded."""
         sequence, slot, target = move
         other = self._slots[target]
         if other is None and not self._num_moved(target):

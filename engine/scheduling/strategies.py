@@ -1,17 +1,17 @@
-"""Batch strategies: how a step divides its token budget between slots that decode and slots that prefill.
+"""Batch strategies: how a step divides its token budget between decoding and prefilling slots.
 
-The default, `Adaptive`, contains the whole policy for bulk requests that share an engine with interactive requests.
-While only bulk requests have slots, steps are as large as possible and prefill prompts first. While an interactive
-request has a slot, every step serves interactive requests first. Bulk requests get as many rows as fit into a decode
-call of 35 ms, and a fifth of the time for steps that prefill bulk prompts. A step that also decodes contains about 0.25
-s of prefill.
+The default strategy, `Adaptive`, contains the entire policy for bulk requests that share an engine with interactive
+requests. While only bulk requests have slots, steps are as large as possible, and prefill takes precedence. While an
+interactive request has a slot, every step serves interactive requests first. Bulk requests can use as many rows as fit
+into a decode call of 35 ms. Steps that prefill bulk prompts can use a fifth of the time. A step that also decodes
+contains about 0.25 s of prefill.
 
-An arriving interactive request takes the slot of a bulk request. Its prompt is prefilled before bulk prompts that were
+An arriving interactive request can preempt a bulk request. Its prompt is prefilled before bulk prompts that were
 admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
-prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its rate where
-interactive requests arrive often. Where rows cost little, as on a GPU, all bulk rows decode in every step.
+interactive prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its
+rate even if interactive requests arrive often. If rows are cheap, as on a GPU, all bulk rows are decoded in every step.
 
-ADR 011 contains the measurements. Nothing here reads a clock.
+ADR 011 contains the measurements. This module doesn't read a clock.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten valu
 
 
 class SlotView(NamedTuple):
-    """A slot as strategies see it: its index, and the number of tokens to compute before it can sample.
+    """A strategy's view of a slot: its index, and the number of tokens to compute before it can sample.
 
     A decoding slot has exactly one pending token. A prefilling slot may also have only one pending token.
     """
@@ -91,26 +91,26 @@ TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in the b
 
 
 class Strategy(ABC):
-    """Allocates the tokens of a step to slots. Derive your own strategies from this class."""
+    """Allocates the tokens of a step to slots. To write your own strategy, derive a class from this one."""
 
     @abstractmethod
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        """Return the allocations of this step, at most one per slot and at most `budget` tokens in total.
+        """Return the allocations of this step: at most one per slot, and at most `budget` tokens in total.
 
-        `slots` are in the order in which prefilling slots should be served. A prefill chunk has at most `chunk_size`
-        tokens.
+        Prefilling slots should be served in the order of `slots`. A prefill chunk has at most `chunk_size` tokens.
         """
 
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
-        """Learn from a step, given the tokens of its batch and the duration of its decode calls.
+        """Learn from a step, given the number of tokens in its batch and the duration of its decode calls.
 
-        `num_tokens` is 0 if the step decoded drafts, because its duration does not show how long the batch takes.
+        If the step decoded drafts, `num_tokens` is 0, because the duration doesn't show how long the batch itself
+        takes.
         """
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Return whether an interactive request aborts a decode call of `num_tokens` tokens of bulk requests."""
+        """Return whether an interactive request may abort a decode call with `num_tokens` tokens of bulk requests."""
         return False
 
 
@@ -119,7 +119,7 @@ def decode_first(
 ) -> list[TokenAllocation]:
     """Allocate one token to each decoding slot, and the rest of the budget to prefill chunks of equal size.
 
-    If any slot decodes, the prefill chunks have at most `max_prefill` tokens in total.
+    If any slot is decoding, the prefill chunks have at most `max_prefill` tokens in total.
     """
     allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
     remaining = budget - len(allocations)
@@ -129,10 +129,11 @@ def decode_first(
 
 
 def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
-    """Allocate chunks of one size to as many slots as the budget serves well, in order. Short prompts get less.
+    """Allocate prefill chunks of equal size to as many slots as the budget allows, in the order of the slots.
 
-    Equal sizes matter because llama.cpp splits a batch of sequences of different lengths into passes of equal length.
-    The remaining budget goes to the next slots, unless their chunks would be so small that they only cost another pass.
+    Short prompts get smaller chunks. The sizes should be equal because llama.cpp splits a batch with different lengths
+    into passes of equal length. The remaining budget is allocated to the next slots, unless their chunks would be too
+    small to be worth another pass.
     """
     allocations: list[TokenAllocation] = []
     min_part = TILE if budget > TILE else 1
@@ -150,7 +151,10 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Tok
 
 
 def _largest_equal_size(needs: list[int], budget: int) -> int:
-    """Return the largest size that fits the budget if every slot gets this size, or its whole need if that is less."""
+    """Return the largest chunk size for which the chunks of all slots fit into the budget.
+
+    A slot that needs fewer tokens gets only the tokens that it needs.
+    """
     for index, need in enumerate(sorted(needs)):
         fair = budget // (len(needs) - index)
         if need > fair:
@@ -169,9 +173,9 @@ class DecodeMaximal(Strategy):
 
 
 class PrefillPriority(Strategy):
-    """Prefills first, and decodes with the rest of the budget, for the highest throughput.
+    """Prefills first, and decodes with the remaining budget, for the highest throughput.
 
-    No decoding slot starves, because every prefill finishes.
+    No decoding slot starves, because every prefill finishes eventually.
     """
 
     def build_batch(
@@ -184,7 +188,11 @@ class PrefillPriority(Strategy):
 
 
 class Balanced(Strategy):
-    """Gives prefill at most half of the budget while slots decode, and decoding at least half while prompts wait."""
+    """Splits the budget evenly between prefill and decoding.
+
+    While slots are decoding, prefill gets at most half of the budget. While prompts are waiting, decoding gets at least
+    half if it can use it.
+    """
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -200,7 +208,7 @@ class Balanced(Strategy):
 
 
 class TimeBudget:
-    """The time that bulk work may lose: a share of the elapsed time. At most MAX_SAVED_S can be saved up."""
+    """The time that bulk work may lose, as a share of the elapsed time. At most MAX_SAVED_S seconds can accumulate."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -211,7 +219,7 @@ class TimeBudget:
         return self._remaining_s > 0
 
     def spend(self, seconds: float) -> None:
-        """Record bulk work that was lost or postponed."""
+        """Record the duration of bulk work that was lost or postponed."""
         self._remaining_s -= seconds
 
     def observe(self, seconds: float) -> None:
@@ -220,7 +228,7 @@ class TimeBudget:
 
 
 class Interruptions:
-    """Decides whether an arriving interactive request aborts or defers decode calls of bulk requests."""
+    """Decides whether an arriving interactive request aborts or postpones decode calls of bulk requests."""
 
     def __init__(self) -> None:
         self._aborted, self._deferred = TimeBudget(ABORTED_SHARE), TimeBudget(DEFERRED_SHARE)
@@ -228,7 +236,7 @@ class Interruptions:
 
     @property
     def are_affordable(self) -> bool:
-        """Return whether even a short decode call may be interrupted."""
+        """Return whether the time budgets allow another interruption."""
         return self._aborted.is_available and self._deferred.is_available
 
     def observe(self, seconds: float, *, is_bulk: bool) -> None:
@@ -239,21 +247,21 @@ class Interruptions:
             self._bulk_s = seconds
 
     def observe_aborted(self, seconds: float) -> None:
-        """Record a decode call that was aborted after this time."""
+        """Record a decode call that was aborted after this many seconds."""
         self._aborted.spend(seconds)
 
     def observe_deferred(self) -> None:
-        """Record a decode call that was not started."""
+        """Record a decode call that was postponed."""
         self._deferred.spend(self._bulk_s)
 
 
 def prefill_order(sequence: Sequence) -> float:
-    """Return the sort key of a sequence among those that prefill: smaller keys come first."""
+    """Return the sort key of a prefilling sequence. Sequences with smaller keys are prefilled first."""
     return (sequence.admitted_at or 0.0) + (0.0 if sequence.request.is_interactive else BULK_PATIENCE_S)
 
 
 def yields_slot_despite_age(victim: Sequence, sequence: Sequence, now: float) -> bool:
-    """Return whether a bulk request loses its slot to an interactive one that has waited for a shorter time."""
+    """Return whether a bulk request loses its slot to an interactive request that has waited for a shorter time."""
     if victim.request.is_interactive or not sequence.request.is_interactive or victim.placed_at is None:
         return False
     return now - victim.placed_at >= HOLD_S and victim.num_output > victim.num_output_placed
@@ -271,7 +279,10 @@ class StepKind(Enum):
 
 @dataclass(slots=True)
 class _RowLimit:
-    """The number of bulk rows per step. It grows by one after each step, but shrinks by a fifth after long steps."""
+    """The maximum number of bulk rows per step.
+
+    The limit increases by one after each step, and decreases by a fifth after a step that was too long.
+    """
 
     max_rows: int = FIRST_ROWS
 
@@ -282,10 +293,10 @@ class _RowLimit:
 
 
 class BulkRows:
-    """Chooses the bulk rows that decode in the same steps as streams.
+    """Chooses the bulk rows that are decoded in the same step as interactive streams.
 
-    Usually these are the rows next to the streams' slots, which llama.cpp computes in the same pass. After every
-    FAR_EVERY steps, one step decodes the other rows that have waited longest.
+    Usually these are the rows in slots next to the streams, because llama.cpp computes them in the same pass. One step
+    in every FAR_EVERY steps instead decodes bulk rows in other slots, which take turns.
     """
 
     def __init__(self) -> None:
@@ -298,7 +309,7 @@ class BulkRows:
         self.alone_s = 0.0  # mean duration of a step without bulk rows, in seconds
 
     def take(self, bulk: Collection[int], streams: Collection[int] = ()) -> list[int]:
-        """Return the slots of the bulk rows that decode in the next step together with these streams."""
+        """Return the slots of the bulk rows that are decoded together with these streams in the next step."""
         rows = by_nearness(bulk, streams)[: self._near.max_rows]
         self._steps_since_far += 1
         self._is_far = len(rows) < len(bulk) and self._steps_since_far >= FAR_EVERY
@@ -310,7 +321,7 @@ class BulkRows:
         return rows
 
     def observe(self, seconds: float) -> None:
-        """Learn from the duration of a step with the last rows and without prefill."""
+        """Learn from the duration of a step that decoded the last chosen rows without any prefill."""
         if not self._num_rows:
             self.alone_s += (seconds - self.alone_s) * (WEIGHT if self.alone_s else 1.0)
         longest_s = max(FLUENT_S, STRETCH * self.alone_s) * (FAR_STRETCH if self._is_far else 1.0)
@@ -331,11 +342,14 @@ class BulkPrefill:
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether older bulk prompts precede even interactive ones."""
+        """Return whether older bulk prompts take precedence even over interactive prompts."""
         return self.is_due and self._since_s > OVERDUE_S
 
     def observe(self, seconds: float, *, has_bulk: bool = False) -> None:
-        """Record a step while interactive requests have slots. `has_bulk` is true if it prefilled bulk prompts."""
+        """Record a step during which interactive requests had slots.
+
+        `has_bulk` is true if the step prefilled bulk prompts.
+        """
         self._owed_s = max(0.0, self._owed_s - seconds)
         self._since_s += seconds
         if has_bulk:
@@ -345,7 +359,7 @@ class BulkPrefill:
 
 
 class Adaptive(Strategy):
-    """Uses PrefillPriority while only bulk requests have slots. Otherwise, it decodes first."""
+    """Uses PrefillPriority while only bulk requests have slots, and decodes first otherwise."""
 
     def __init__(self) -> None:
         self._bulk = PrefillPriority()
@@ -376,7 +390,12 @@ class Adaptive(Strategy):
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
-        """Return interactive prompts, and older bulk prompts if overdue. If none is interactive, return due prompts."""
+        """Return the prompts to prefill while interactive requests have slots.
+
+        These are the interactive prompts and, if bulk prefill is overdue, the bulk prompts that precede the last
+        interactive prompt. If no interactive prompts are waiting, the result contains all bulk prompts if bulk prefill
+        is due, and is empty otherwise.
+        """
         last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=None)
         if last is None:
             return prompts if self._prefill.is_due else []
@@ -391,7 +410,7 @@ class Adaptive(Strategy):
         return StepKind.PREFILL_SKIPPED if has_bulk_rows and self._skipping.is_available else StepKind.PREFILL
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn the prefill rate, and the cost of bulk work while streams decode."""
+        """Learn the prefill rate, and the cost of bulk work while streams are decoded."""
         self._quiet_s += seconds
         self._skipping.observe(seconds)
         if num_tokens and self._kind is not StepKind.BULK:
@@ -405,11 +424,11 @@ class Adaptive(Strategy):
             self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * WEIGHT
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Return whether a bulk decode call takes longer than an interactive request should wait."""
+        """Return whether a bulk decode call of this size would take longer than an interactive request should wait."""
         return num_tokens > self._tokens_in(BULK_STEP_S)
 
     def _tokens_in(self, seconds: float) -> int:
-        """Return how many prompt tokens can be prefilled in this time: whole chunks of MIN_CHUNK, and at least one."""
+        """Return the number of prompt tokens that can be prefilled in this time, as a multiple of MIN_CHUNK above 0."""
         return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
 
 
@@ -424,7 +443,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def make_strategy(name: str) -> Strategy:
-    """Return the strategy with a built-in name or an import path `package.module:Class`. Raises InvalidRequest."""
+    """Create the strategy with a built-in name or an import path `package.module:Class`. Raises InvalidRequest."""
     if name in STRATEGIES:
         return STRATEGIES[name]()
     if ":" not in name:
@@ -443,7 +462,10 @@ def make_strategy(name: str) -> Strategy:
 
 
 class Guarded(Strategy):
-    """Calls a strategy. If the strategy fails in a step, DecodeMaximal builds the batch, so that no request stops."""
+    """Calls a strategy, and replaces it with DecodeMaximal in every step in which it fails.
+
+    As a result, a broken strategy can't stop the requests.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -453,7 +475,7 @@ class Guarded(Strategy):
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        """Return the batch of the strategy if it is valid, and otherwise the batch of DecodeMaximal."""
+        """Return the strategy's batch if it is valid, and the batch of DecodeMaximal otherwise."""
 
         def build() -> list[TokenAllocation]:
             allocations = self.strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
@@ -462,15 +484,15 @@ class Guarded(Strategy):
         return self._call(build) or self._fallback.build_batch(slots, budget, chunk_size, queue_depth)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Pass a step on to the strategy."""
+        """Pass a step's size and duration on to the strategy."""
         self._call(lambda: self.strategy.observe(num_tokens, seconds))
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Return the answer of the strategy, or False if it fails."""
+        """Return the strategy's answer, or False if the strategy raises an exception."""
         return bool(self._call(lambda: self.strategy.may_yield(num_tokens)))
 
     def _call(self, function: Callable[[], T]) -> T | None:
-        """Return the result of the function, or None if it raises an exception."""
+        """Call the function and return its result, or None if it raises an exception."""
         try:
             return function()
         except Exception:  # a user's code, on the thread that serves all requests
@@ -488,13 +510,13 @@ class Guarded(Strategy):
 def _checked(
     allocations: Seq[TokenAllocation], views: Seq[SlotView], budget: int, chunk_size: int
 ) -> list[TokenAllocation]:
-    """Return the allocations as whole numbers. Raises ValueError or TypeError for an invalid batch."""
+    """Return the allocations as integers. Raises ValueError or TypeError if the batch is invalid."""
     allowed = {view.slot: min(view.num_pending, chunk_size) for view in views}
     whole = [(operator.index(slot), operator.index(count)) for slot, count in allocations]
     for slot, count in whole:
         limit = allowed.pop(slot, 0)  # no tokens remain for a slot that occurs twice
         if not 1 <= count <= limit:
-            raise ValueError(f"slot {slot} has {count} tokens in the batch, but may have 1 to {limit}")
+            raise ValueError(f"slot {slot} has {count} tokens in the batch, but must have 1 to {limit}")
     total = sum(count for _, count in whole)
     if not 1 <= total <= budget:
         raise ValueError(f"the batch has {total} tokens, but the budget is {budget}")

@@ -1,5 +1,5 @@
-"""Speculative decoding: draft tokens are decoded with the last token, and accepted if the model samples the same ones.
+"""Decode draft tokens along with the last token, and accept those that the model also samples.
 
-May use: `scheduling`, and the packages above it. This package uses neither llama.cpp nor threads, and only
-`draft_model` reads a clock. See docs/adr/015-speculation.md.
+May use: `scheduling` and the packages above it. This package uses neither llama.cpp nor threads, and only `draft_model`
+reads a clock. See docs/adr/015-speculation.md.
 """

@@ -1,7 +1,8 @@
-"""The draft model: a small model with the same vocabulary, whose slots follow the sequences of the large one.
+"""Make drafts with a small model that has the same vocabulary and follows the sequences of the large model.
 
-For each seed, position and token, it uses the same random number as the large model (`sampling/sampler.py`). Therefore,
-where both models have similar probabilities, they sample the same token at any temperature.
+For each seed, position and token, the draft model uses the same random number as the large model
+(`sampling/sampler.py`). Therefore, if both models have similar probabilities, they sample the same token at any
+temperature.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class DraftSlot:
 
 
 class DraftModel:
-    """Makes drafts with a backend of its own. Only the engine thread may use it."""
+    """Makes drafts with a separate backend. Only the engine thread may use it."""
 
     def __init__(self, backend: Backend, pass_tokens: int) -> None:
         """Create a draft model with as many slots as the large model, and passes of at most `pass_tokens` tokens.
 
-        Some passes are measured here, so that their duration is known before a request waits for one of them. Raises
-        ModelLoadFailed.
+        Some passes are measured here so that their duration is known before a request depends on it. Raises
+        ModelLoadFailed if the model can't decode.
         """
         self.backend = backend
         self._pass_tokens = pass_tokens
@@ -91,18 +92,27 @@ class DraftModel:
     # Whether to use it
 
     def begin_step(self) -> None:
-        """Count down the steps for which the draft model rests. Call it in each step that may use drafts."""
+        """Count down the steps for which the draft model is paused.
+
+        Call this method in each step that may use drafts.
+        """
         self._num_rest -= 1
 
     @property
     def is_considered(self) -> bool:
-        """Whether the model may draft. It pauses if drafts did not pay off, and stops after repeated failures."""
+        """True if the model may draft.
+
+        The model pauses if drafts did not pay off, and stops after repeated failures.
+        """
         return self._num_rest <= 0 and self._num_failures < MAX_FAILURES
 
     def offer(
         self, slot: int, sequence: Sequence, rates: AcceptanceRates, max_tokens: int, expected_tokens: float
     ) -> Candidate:
-        """Follow a sequence that will generate `expected_tokens`, and return the draft that the model could make."""
+        """Follow a sequence, and return a candidate for the draft that the model could make.
+
+        The sequence is expected to generate `expected_tokens` more tokens.
+        """
         num_read = len(self._follow(sequence).tokens)
         return Candidate(
             slot,
@@ -113,11 +123,11 @@ class DraftModel:
         )
 
     def seconds(self, num_slots: int, length: int) -> float:
-        """Return how long it takes to make drafts of `length` tokens, without the prefill of unread tokens."""
+        """Return the seconds needed to make drafts of `length` tokens, excluding the prefill of unread tokens."""
         return length * self._costs.expected(num_slots) if num_slots else 0.0
 
     def refuse(self, rates: list[AcceptanceRates]) -> None:
-        """Disable the model for some steps, because it does not pay off for the sequences with these rates."""
+        """Disable the model for some steps because it does not pay off for the sequences with these rates."""
         self._num_rest = REST_STEPS
         for each in rates:
             each.recover(NAME, ANY_BUCKET)
@@ -127,9 +137,9 @@ class DraftModel:
     def draft(
         self, sequences: Mapping[Sequence, AcceptanceRates], length: int
     ) -> tuple[dict[Sequence, DraftTokens], float]:
-        """Return drafts of at most `length` likely tokens, and the seconds that it took to make them.
+        """Return drafts of at most `length` likely tokens, and the seconds spent on making them.
 
-        A sequence with many unread tokens is prefilled over several calls, and gets a draft after that. The seconds
+        A sequence with many unread tokens is prefilled over several calls, and gets a draft afterwards. The seconds
         don't include this prefill.
         """
         try:
@@ -172,7 +182,7 @@ class DraftModel:
         self._costs.observe([len(chunks)], self._decode(chunks))
 
     def _grow(self, sequence: Sequence, sampler: Sampler, draft: DraftTokens) -> bool:
-        """Add a token to a draft. Return False if no token can follow it."""
+        """Add a token to a draft. Return False if no more tokens can be added."""
         slot = self._slot_of[sequence]
         token, report = sampler.sample(slot.index)
         if self.backend.vocabulary.is_end(token):
@@ -183,7 +193,10 @@ class DraftModel:
         return len(slot.tokens) + 1 < self.backend.ctx_per_slot
 
     def _read(self, sequences: list[Sequence], length: int) -> tuple[list[Sequence], float]:
-        """Prefill unread tokens. Return the sequences that have none left, and the seconds spent if there were many."""
+        """Prefill unread tokens.
+
+        Return the sequences without remaining unread tokens, and the seconds spent if there were many unread tokens.
+        """
         remaining = min(max(MIN_READ, len(sequences), int(READ_S / max(self._token_s, 1e-6))), self._pass_tokens)
         chunks: dict[Sequence, Chunk] = {}
         unread = {sequence: len(sequence.tokens) - len(self._follow(sequence).tokens) for sequence in sequences}
@@ -219,7 +232,7 @@ class DraftModel:
         return time.monotonic() - started
 
     def _sampler(self, sequence: Sequence) -> Sampler:
-        """Return a sampler like the sequence's own sampler, but without processors that depend on earlier tokens."""
+        """Return a copy of the sequence's sampler without the processors that depend on earlier tokens."""
         params = sequence.request.sampling
         names = (
             *("temperature", "dynatemp_range", "dynatemp_exponent", "top_n_sigma", "top_k", "top_p", "min_p"),
@@ -241,7 +254,10 @@ class DraftModel:
     # Slots
 
     def _follow(self, sequence: Sequence) -> DraftSlot:
-        """Return the slot of a sequence, which holds only leading tokens of the sequence, but never its last one."""
+        """Return the slot of a sequence.
+
+        The slot holds only leading tokens of the sequence, and never its last token.
+        """
         slot = self._slot_of.get(sequence) or self._assign(sequence)
         num_shared = _num_shared(slot.tokens, sequence.tokens)
         if num_shared < len(slot.tokens):
@@ -249,9 +265,9 @@ class DraftModel:
         return slot
 
     def _assign(self, sequence: Sequence) -> DraftSlot:
-        """Give a sequence the slot with the longest common prefix, or the slot that has been unused for longest.
+        """Assign the slot with the longest common prefix, or else the least recently used slot, to a sequence.
 
-        If no slot is free, a sequence that waits for a slot of the large model loses its slot here.
+        If no slot is free, a sequence that is waiting for a slot of the large model loses its slot here.
         """
         free = [slot for slot in self._slots if slot.sequence is None] or [
             slot for slot in self._slots if slot.sequence is not None and slot.sequence.slot is None
@@ -270,7 +286,7 @@ class DraftModel:
         del slot.tokens[length if self.backend.trim(slot.index, length) else 0 :]
 
     def end(self, sequence: Sequence) -> None:
-        """Release the slot of a finished sequence. A reusable state stays for requests that continue it."""
+        """Release the slot of a finished sequence. A reusable state is kept for requests that continue the sequence."""
         if (slot := self._slot_of.pop(sequence, None)) is None:
             return
         self._num_uses += 1
@@ -290,7 +306,7 @@ class DraftModel:
 
 
 def _num_shared(held: list[int], tokens: list[int]) -> int:
-    """Return how many of the held tokens match the start of a sequence, not counting its last token."""
+    """Return the number of held tokens that match the start of a sequence, excluding the sequence's last token."""
     limit = min(len(held), len(tokens) - 1)
     if held[:limit] == tokens[:limit]:
         return limit

@@ -1,4 +1,4 @@
-"""Drafting: which drafts a step decodes, and which of their tokens are accepted."""
+"""Decide which drafts a step decodes, and record which of their tokens are accepted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DraftedSequence:
 
 @dataclass(slots=True)
 class StepAccount:
-    """The result of a step for which the gate was asked."""
+    """The result of a step that the gate has planned."""
 
     num_tokens: int = 0  # tokens of the step; 0 if it had no drafts
     seconds: float = 0.0
@@ -57,7 +57,10 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """Create the drafts of an engine. The options enable them, and limit the rows with logits in a decode call."""
+        """Create the drafting of an engine.
+
+        The options enable drafts, and limit the number of rows with logits in a decode call.
+        """
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, SourceDrafts] = {}  # totals by source
         self._cache = cache
@@ -74,7 +77,7 @@ class Drafting:
     # Before a decode call
 
     def begin_step(self) -> None:
-        """Record the previous step, if it had drafts."""
+        """Record the previous step if it had drafts."""
         if self._step is not None and self._step.num_tokens and self._step.seconds:
             self.gate.account(self._step.num_tokens, self._step.seconds)
         self._step = None
@@ -82,7 +85,7 @@ class Drafting:
     def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
         """Separate the work of requests that only check candidates (Engine.verify), and add their candidates.
 
-        Each of these requests gets its own decode call, whatever it costs, because checking is its purpose.
+        Each of these requests gets its own decode call regardless of the cost, because checking is its purpose.
         """
         checks = {
             work.sequence: check
@@ -109,7 +112,7 @@ class Drafting:
         return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return how many drafts fit into the sequence's slot, can be removed again, and may belong to its output."""
+        """Return the number of drafts that fit into a sequence's slot and output, or 0 if the slot can't be cut."""
         memory, slot = self._cache.memory, sequence.slot
         assert slot is not None
         if memory.first_cut(slot) > sequence.num_computed:
@@ -117,7 +120,7 @@ class Drafting:
         return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
 
     def plan_calls(self, works: list[SlotWork]) -> list[list[SlotWork]]:
-        """Plan the decode calls for these single tokens, with drafts if they pay off."""
+        """Plan the decode calls for single-token work, and add drafts if they pay off."""
         if len(works) > self._max_rows:
             return [works]
         try:
@@ -152,7 +155,7 @@ class Drafting:
         return [part for part in parts if part]
 
     def _ask_sources(self, sequence: Sequence) -> None:
-        """Store the draft of the source with the highest acceptance rate for the first token."""
+        """Store the draft from the source with the highest acceptance rate for the first token."""
         drafted = self._drafted.get(sequence) or self._begin(sequence)
         drafted.num_tokens, drafted.draft = len(sequence.tokens), None
         drafted.max_drafts = max(0, min(MAX_DRAFTS, self._max_drafts(sequence)))
@@ -180,7 +183,7 @@ class Drafting:
         return drafted
 
     def _candidate(self, work: SlotWork) -> Candidate:
-        """Return the candidate of a slot with its current draft."""
+        """Return a candidate for a slot with its current draft."""
         drafted, slot = self._drafted[work.sequence], work.chunk.slot
         rates = [] if drafted.draft is None else drafted.rates.of_draft(drafted.draft)
         memory = self._cache.memory
@@ -188,7 +191,10 @@ class Drafting:
         return Candidate(slot, rates, can_pad=can_pad)
 
     def _choose_with_model(self, model: DraftModel, works: Seq[SlotWork], max_s: float) -> Mapping[int, int]:
-        """Let the draft model make the drafts that the gate chooses. Return the number of drafts to decode by slot."""
+        """Let the draft model make the drafts that the gate chooses.
+
+        Return the number of draft tokens to decode, keyed by slot.
+        """
         model.begin_step()
         candidates = [self._offer_of_model(model, work) for work in works]
         lengths = self.gate.choose(candidates, max_s, model.seconds)
@@ -209,7 +215,7 @@ class Drafting:
         return self.gate.fit([self._candidate(work) for work in works], max_s - seconds)
 
     def _offer_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
-        """Return the draft that the draft model could make for a slot, or the current draft if that may be better."""
+        """Return a candidate for a draft of the draft model, or for the current draft if it may be better."""
         candidate, drafted = self._candidate(work), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
@@ -219,14 +225,14 @@ class Drafting:
         return model.offer(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, expected_tokens)
 
     def _fit(self, works: Seq[SlotWork], lengths: Mapping[int, int]) -> bool:
-        """Return whether there are enough cells for all drafts without taking any cells from other sequences."""
+        """Return True if there are enough free cells for all drafts."""
         memory = self._cache.memory
         if memory.unified:
             return self._cache.cells.free >= len(works) + sum(lengths.values())
         return all(self._cache.cells.of(slot) + 1 + length <= memory.ctx_per_slot for slot, length in lengths.items())
 
     def _with_draft(self, work: SlotWork, length: int) -> SlotWork:
-        """Return the work with its draft, padded to this length, because all slots of a pass need equally many rows."""
+        """Return the work with its draft, padded to `length`. All slots in a pass need the same number of rows."""
         sequence, chunk = work
         if not length:
             return work
@@ -246,7 +252,7 @@ class Drafting:
         self.gate.observe(seconds)
 
     def begin_verifying(self, work: SlotWork) -> None:
-        """Start to verify a decoded chunk. Its first token is recorded, and its drafts follow it in the slot."""
+        """Start verifying a decoded chunk, whose first token is recorded and is followed by drafts in the slot."""
         sequence, chunk = work
         if (drafted := self._drafted.get(sequence)) is None:
             return
@@ -256,13 +262,13 @@ class Drafting:
             self._count(drafted.draft.source, drafted=chunk.num_drafts, drafts=1)
 
     def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
-        """Update the counts of a source in a new dictionary, because other threads read the current dictionary."""
+        """Update a source's counts in a new dictionary, because other threads read the current dictionary."""
         before = self.counts.get(source, SourceDrafts(0, 0, 0))
         now = SourceDrafts(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
         self.counts = {**self.counts, source: now}
 
     def accept(self, sequence: Sequence) -> None:
-        """Record the next draft, which the model has sampled."""
+        """Record that the model has sampled the next draft token."""
         drafted = self._drafted[sequence]
         assert sequence.slot is not None
         assert drafted.draft is not None
@@ -275,7 +281,7 @@ class Drafting:
         self._cache.extend(sequence.slot, 1)
 
     def end_verifying(self, sequence: Sequence) -> None:
-        """Truncate the slot to its recorded positions, and learn from the sampled tokens."""
+        """Truncate the slot to its recorded positions, and update the acceptance rates with the sampled tokens."""
         if (drafted := self._drafted.get(sequence)) is None:
             return
         if drafted.num_unverified and sequence.slot is not None:
@@ -289,7 +295,7 @@ class Drafting:
             drafted.draft = None
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence, which still has its slot if it had one before."""
+        """End the drafting of a sequence that has not released its slot yet."""
         if sequence in self._drafted:
             self.end_verifying(sequence)
             pool = self._drafted.pop(sequence).pool
@@ -299,6 +305,6 @@ class Drafting:
                 self._model.end(sequence)
 
     def forget_idle(self) -> None:
-        """Release everything that belongs to finished requests, except their outputs in pools."""
+        """Release the draft model's states of finished requests. The outputs in pools are kept."""
         if self._model is not None:
             self._model.forget_idle()

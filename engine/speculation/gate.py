@@ -1,8 +1,9 @@
-"""The gate, which chooses the number of draft tokens in each decode call to maximize the tokens per second.
+"""Choose the number of draft tokens in each decode call to maximize the tokens per second.
 
-The benefit of drafts follows from their acceptance rates and the measured duration of their rows. Both may be wrong, so
-an account tracks the time that drafts have saved and lost. Without credit, there are no drafts. Trying options that
-have hardly been measured may take at most EXPLORING of the time.
+The benefit of drafts is calculated from their acceptance rates and the measured duration of their rows. Both the rates
+and the durations may be wrong, so an account tracks the time that drafts have saved and lost. Drafts are not used while
+the account has no credit. At most the share EXPLORING of the time is spent on trying options that have hardly been
+measured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative 
 
 
 class Candidate(NamedTuple):
-    """A decoding slot, with the probability that each of its draft tokens is accepted if all earlier ones are."""
+    """A decoding slot, and the probability that each of its draft tokens is accepted if all earlier tokens are."""
 
     slot: int
     rates: Seq[float]  # empty if there are no drafts
@@ -39,7 +40,7 @@ class Candidate(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """A choice of drafts, with its expected tokens and durations."""
+    """A choice of drafts with the expected number of tokens and the expected durations."""
 
     lengths: Mapping[int, int]  # drafts to decode by slot
     pass_rows: list[int]
@@ -56,7 +57,7 @@ Making = Callable[[int, int], float]  # (slots, tokens per slot) → seconds tha
 
 
 class _Offer:
-    """The candidates of a step, and the gains that are expected from their drafts."""
+    """The candidates of a step and the gains expected from their drafts."""
 
     def __init__(self, candidates: Seq[Candidate], making: Making) -> None:
         self.candidates = candidates
@@ -71,7 +72,7 @@ class _Offer:
         return len(self._gains[slot]) - 1
 
     def gains(self, length: int) -> dict[int, float]:
-        """Return the number of tokens expected from at most `length` drafts by slot, the largest number first."""
+        """Return the expected number of tokens from at most `length` drafts, keyed by slot in descending order."""
         gains = [(slot, sums[min(length, len(sums) - 1)]) for slot, sums in self._gains.items()]
         return dict(sorted(gains, key=lambda pair: -pair[1]))
 
@@ -80,7 +81,7 @@ class Gate:
     """Compares the gain of drafts with the cost of their rows. See `pass_rows_of` for the passes of a decode call."""
 
     def __init__(self, costs: DecodeCosts, max_rows: int, *, unified: bool) -> None:
-        """Create a gate. `costs` are the costs of the model's passes, which have at most `max_rows` rows."""
+        """Create a gate. `costs` are the costs of the model's passes, each of which has at most `max_rows` rows."""
         self._costs = costs
         self._max_rows = max_rows
         self._unified = unified
@@ -92,7 +93,7 @@ class Gate:
         self._num_held = 0  # steps for which the last choice is kept
 
     def begin_step(self, num_slots: int) -> bool:
-        """Return whether this step considers drafts. After drafts did not pay off, some steps don't consider any."""
+        """Return whether this step considers drafts. Some steps are skipped after drafts did not pay off."""
         if num_slots != self._num_slots:
             self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
         self._num_rest -= 1
@@ -103,17 +104,17 @@ class Gate:
         self._may_lose_s = min(MAX_S, self._may_lose_s + EXPLORING * seconds)
 
     def account(self, num_tokens: int, seconds: float) -> None:
-        """Record a step with drafts: its number of tokens and its duration."""
+        """Record the number of tokens and the duration of a step with drafts."""
         self._may_lose_s = min(MAX_S, self._may_lose_s + num_tokens * self._token_s - seconds)
 
     def choose(
         self, candidates: Seq[Candidate], max_s: float, making: Making = lambda _slots, _length: 0.0
     ) -> Mapping[int, int]:
-        """Return the number of drafts to decode for each slot that has any.
+        """Return the number of drafts to decode for each slot with drafts.
 
-        A call with drafts is expected to take at most `max_s`. `candidates` are in order of slots. Without `unified`
-        cells, all slots with drafts are padded to the same number of drafts. Slots without drafts are also padded if
-        one pass of all slots is faster than several passes.
+        A call with drafts is expected to take at most `max_s`. `candidates` are sorted by slot. Unless cells are
+        `unified`, all slots with drafts are padded to the same number of drafts. Slots without drafts are also padded
+        if a single pass of all slots is faster than several passes.
         """
         offer = _Offer(candidates, making)
         none = self._plan(offer, 0, [])
@@ -132,7 +133,7 @@ class Gate:
         return self._decide(self._explore(plans, chosen))
 
     def fit(self, candidates: Seq[Candidate], max_s: float) -> Mapping[int, int]:
-        """Return the number of drafts to decode by slot. The drafts already exist, so only their rows cost time."""
+        """Return the number of existing drafts to decode, keyed by slot. Only the rows of existing drafts cost time."""
         offer = _Offer(candidates, lambda _slots, _length: 0.0)
         plans = [plan for plan in self._plans(offer) if self._seconds(plan) <= max_s]
         plans = [self._plan(offer, 0, []), *plans]
@@ -146,14 +147,17 @@ class Gate:
         return plan.lengths
 
     def _hold(self, offer: _Offer) -> DraftPlan | None:
-        """Return the last choice for the drafts of this step, or None if it has no drafts or needs more passes now."""
+        """Apply the last choice to this step's drafts.
+
+        Return None if no slot qualifies or more passes are needed now.
+        """
         length, min_gain = self._choice.length, SIMILAR * self._choice.min_gain
         chosen = [slot for slot, gain in offer.gains(length).items() if gain >= min_gain]
         plan = self._plan(offer, length, chosen[: self._max_slots(length)], is_padded=self._choice.is_padded)
         return plan if chosen and len(plan.pass_rows) <= len(self._choice.pass_rows) else None
 
     def _explore(self, plans: Seq[DraftPlan], chosen: DraftPlan) -> DraftPlan:
-        """Return a plan that may be better than the chosen one, if the account covers its expected loss."""
+        """Return a plan that may be better than the chosen plan if the account covers the expected loss."""
         candidate = max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic))
         expected_s = self._seconds(candidate) + candidate.making_s + candidate.reading_s
         loss_s = expected_s - candidate.num_tokens / self._rate(chosen, self._costs.expected)
@@ -166,7 +170,11 @@ class Gate:
         return (self._max_rows - self._num_slots) // length
 
     def _plans(self, offer: _Offer) -> Iterator[DraftPlan]:
-        """Yield plans for each length: with all slots that have drafts, with the better half of them, and so on."""
+        """Yield plans for each length.
+
+        The first plan includes all slots that have drafts, and each further plan includes only the better half of the
+        slots.
+        """
         if not offer.longest:
             return
         for length in sorted({*(short for short in LENGTHS if short < offer.longest), min(offer.longest, MAX_DRAFTS)}):

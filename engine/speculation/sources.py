@@ -1,9 +1,9 @@
-"""Sources of drafts, and the share of each source's tokens that is accepted.
+"""Propose drafts from several sources, and track the share of each source's tokens that is accepted.
 
 A source proposes a continuation that was seen before, or the only continuation that a grammar allows. Indexing a
-growing text takes constant time and about 32 bytes of memory per token. In the index, a new position of a run of tokens
-replaces an older position, and sometimes the position of another run. Therefore, a position is verified before it is
-used.
+growing text takes constant time and about 32 bytes of memory per token. In the index, the new position of a run of
+tokens replaces the run's older position, and sometimes the position of another run. Therefore, each position is
+verified before it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ BREAK = -1  # separator between the texts of a pool; not a token
 
 
 class DraftTokens(NamedTuple):
-    """Proposed next tokens, each with the bucket of the source's confidence in the token (AcceptanceRates)."""
+    """Proposed next tokens.
+
+    Each token has a bucket, which represents the source's confidence in the token (see AcceptanceRates).
+    """
 
     source: str
     tokens: list[int]
@@ -41,14 +44,15 @@ class Source(Protocol):
     """Proposes the next tokens of one sequence."""
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
-        """Return at most `max_tokens` tokens for the current end of the sequence, or None if there is no proposal."""
+        """Return at most `max_tokens` tokens to follow the sequence, or None if the source has no proposal."""
         ...
 
 
 class ForcedText:
-    """A source that proposes the text that the grammar of a sequence requires.
+    """A source that proposes the text that a sequence's grammar requires.
 
-    The bytes are certain, but the tokens that represent them are not, so they are drafts like any others.
+    The bytes are certain, but the tokens that represent the bytes are not. Therefore, these tokens are drafts like any
+    others.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -61,7 +65,7 @@ class ForcedText:
 
 
 class Index:
-    """An index of the last position of each run of tokens in a text that only grows."""
+    """An index of the last position of each run of tokens in a growing text."""
 
     def __init__(self, tokens: list[int]) -> None:
         """Create an index of `tokens`, which the caller owns and extends."""
@@ -88,7 +92,7 @@ class Index:
         self._num_read = end
 
     def find(self, text: Seq[int]) -> tuple[int, int] | None:
-        """Return the position after the last tokens of `text`, and how many were found. Longer runs come first."""
+        """Return the position after the longest indexed run that ends `text`, and the length of this run, or None."""
         for length, table in zip(RUNS, self._tables, strict=True):
             tail = list(text[-length:])
             at = table[hash(tuple(tail)) & self._mask] if len(tail) == length else -1
@@ -98,7 +102,7 @@ class Index:
 
 
 class Follower:
-    """A source that proposes the tokens that followed the last tokens of a sequence at an earlier position."""
+    """A source that proposes the tokens that followed an earlier occurrence of a sequence's last tokens."""
 
     def __init__(self, name: str, index: Index, text: list[int]) -> None:
         """Create a follower. `text` contains the growing tokens of the sequence. `index` may index the same list."""
@@ -111,7 +115,7 @@ class Follower:
         self._num_seen = len(text)
 
     def expect(self, at: int) -> None:
-        """Propose the tokens from position `at` of the index, because the text is known to follow them."""
+        """Propose the indexed tokens from position `at`, because the sequence is known to follow them."""
         self._at, self._matched = at, RUNS[0]
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
@@ -143,13 +147,16 @@ class Follower:
 
 
 class Pool:
-    """Recently generated texts of one scope, one after another. A full pool drops its older texts."""
+    """The recently generated texts of one scope, concatenated. A full pool drops its older texts."""
 
     def __init__(self) -> None:
         self.index = Index([])
 
     def add(self, text: Seq[int]) -> None:
-        """Add a text, or the end of a long text. If the index is replaced, a Follower keeps the older index."""
+        """Add a text, or only the end of a long text.
+
+        If the index is replaced, existing followers keep the old index.
+        """
         text = text[-POOL_TOKENS // 2 :]
         if len(self.index.tokens) + len(text) >= POOL_TOKENS:
             recent = self.index.tokens[-POOL_TOKENS // 4 :]
@@ -160,7 +167,7 @@ class Pool:
 
 
 class Pools:
-    """A pool for each scope that has generated text recently. No scope gets drafts from the texts of another scope."""
+    """The pools of all scopes that have generated text recently. Each scope only gets drafts from its own texts."""
 
     def __init__(self) -> None:
         self._pools: OrderedDict[Hashable, Pool] = OrderedDict()
@@ -186,14 +193,17 @@ FIRST_RATES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9)  # initial rates by buck
 
 
 class AcceptanceRates:
-    """The share of accepted tokens by source and bucket: a running mean that starts at `general` or initial rates."""
+    """The share of accepted tokens for each source and bucket, as a running mean.
+
+    The mean starts at the rates from `general`, or at initial rates if `general` is None.
+    """
 
     def __init__(self, general: AcceptanceRates | None = None) -> None:
         self._general = general
         self._counts: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted, seen
 
     def of(self, source: str, bucket: int) -> float:
-        """Return the probability that a token of this bucket is accepted if all earlier tokens of its draft are."""
+        """Return the probability that a token in this bucket is accepted, given that its draft is accepted so far."""
         accepted, seen = self._counts.get((source, bucket), (0.0, 0.0))
         if self._general is None:
             initial = FIRST_RATES[min(bucket, len(FIRST_RATES) - 1)]
@@ -201,12 +211,12 @@ class AcceptanceRates:
         return (accepted + self._general.of(source, bucket) * SEQUENCE_TRIALS) / (seen + SEQUENCE_TRIALS)
 
     def of_draft(self, draft: DraftTokens) -> list[float]:
-        """Return the probability for each token of a draft."""
+        """Return the acceptance probability of each token in a draft."""
         rates = {bucket: self.of(draft.source, bucket) for bucket in set(draft.buckets)}
         return [rates[bucket] for bucket in draft.buckets]
 
     def observe(self, draft: DraftTokens, tokens: Seq[int]) -> None:
-        """Learn from the tokens that continued the sequence, even if the draft was not decoded."""
+        """Update the rates with the tokens that continued the sequence, even if the draft was not decoded."""
         for drafted, bucket, token in zip(draft.tokens, draft.buckets, tokens, strict=False):
             self._count(draft.source, bucket, is_accepted=drafted == token)
             if drafted != token:

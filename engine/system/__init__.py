@@ -1,4 +1,4 @@
-"""Access to the operating system: cores, control groups, threads and child processes, and the watchdog for threads.
+"""Access to the operating system: cores, control groups, threads, child processes, and a watchdog for threads.
 
-This package must not import anything else from cellama's engine.
+This package must not import other packages of the engine.
 """

@@ -1,4 +1,4 @@
-"""Limits for child processes that do work which could crash or exhaust a serving process."""
+"""Resource limits for child processes whose work could otherwise crash or overload a serving process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
-    """Limit a child's memory and CPU time, and make it the first process to be killed when memory runs out.
+    """Limit a child process's memory and CPU time, and make it the first process to be killed if memory runs out.
 
-    On systems other than Linux, this does nothing, and only the parent limits the child's time.
+    This works only on Linux. On other systems, only the parent limits the child's running time.
     """
     if sys.platform != "linux":
         return
@@ -28,7 +28,7 @@ def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Return a description of an exit code."""
+    """Return a readable description of an exit code."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""Core sharing: divides the cores of a machine among workers and their models, and allows for other programs.
+"""Core sharing: divide a machine's cores among workers and their models, allowing for other programs.
 
-The threads of llama.cpp wait for each other many times per token. A thread without a core delays all others, so each
-thread must have a core of its own (docs/adr/007-threads.md has figures). All functions are pure, and `CoreSharing` owns
-the thread that observes the machine.
+llama.cpp's threads wait for each other many times per token. A thread without a core delays all other threads, so each
+thread should have its own core (docs/adr/007-threads.md contains measurements). All functions are pure. `CoreSharing`
+owns the thread that observes the machine.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Peer:
 
 
 def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
-    """Divide cores among processes that request these numbers of cores, at least 1 for each.
+    """Divide cores among processes that request these numbers of cores. Each process gets at least one core.
 
-    No process gets more than it requests, and the others share the rest. Cores that can't be divided equally go to the
-    first processes.
+    No process gets more cores than it requests, and the other processes share the rest. If the cores can't be divided
+    equally, the first processes get the larger parts.
     """
     shares, remaining = [0] * len(wants), total
     modest_first = sorted(range(len(wants)), key=lambda index: (wants[index], -index))
@@ -58,9 +58,10 @@ def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
 
 
 def available_beyond_others(cores: int, others: float) -> int:
-    """Return the number of cores that remain if other programs use `others` cores, at least 1.
+    """Return the number of remaining cores, at least 1, if other programs use `others` cores.
 
-    Slight use is ignored. On a machine with few cores, losing one costs more than a program that runs occasionally.
+    Light use is ignored, because on a machine with few cores, giving up a core costs more than sharing it with a
+    program that runs occasionally.
     """
     lost = math.ceil(others - max(LEAST_TOLERATED, TOLERATED / cores))
     return max(1, cores - max(0, lost))
@@ -83,12 +84,15 @@ def _share(total: int, wants: int, peers: Sequence[Peer]) -> int:
 
 
 def others_of(busy: float, local: float, peers: Sequence[Peer]) -> float:
-    """Return the number of cores that programs other than this process and its active peers use."""
+    """Return the number of cores used by programs other than this process and its active peers."""
     return max(0.0, busy - local - sum(peer.uses for peer in peers if peer.uses >= ACTIVE))
 
 
 class SteadyThreads:
-    """A number of threads that falls after a second of lower demand, and rises only after a lasting higher demand."""
+    """A number of threads that changes only if demand changes for some time.
+
+    It falls after one second of lower demand, and rises only after a longer period of higher demand.
+    """
 
     def __init__(self, current: int) -> None:
         self.current = current
@@ -96,7 +100,7 @@ class SteadyThreads:
         self._since: float | None = None
 
     def follow(self, now: float, called_for: int) -> int:
-        """Record the number that is currently needed, and return the number to use."""
+        """Record the number of threads that is needed now, and return the number to use."""
         self._since = now if self._since is None else self._since
         self._calls.append((now, called_for))
         while self._calls[0][0] < now - RAISE_S:
@@ -110,7 +114,7 @@ class SteadyThreads:
 
 
 class Threaded(Protocol):
-    """An engine or an embedder, whose number of threads can be set."""
+    """An engine or embedder whose number of threads can be set."""
 
     @property
     def last_submit(self) -> float: ...  # Unix seconds
@@ -123,7 +127,10 @@ class Threaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A part that computes, and the threads that it would use alone. `fixed` is true if the user has set them."""
+    """A part that computes, and the number of threads that it would use if it had the machine to itself.
+
+    `fixed` is true if the user has set this number.
+    """
 
     part: Threaded
     threads: int
@@ -135,10 +142,13 @@ class Claim:
 
 
 class CoreSharing:
-    """Owns a thread that observes the machine twice a second and sets the number of threads of each part."""
+    """Owns a thread that observes the machine twice per second and sets each part's number of threads."""
 
     def __init__(self, claims: Callable[[], Sequence[Claim]], own: Processors | None = None) -> None:
-        """`claims` returns the current claims. `own` are the processors of this process, detected by default."""
+        """Create an object that shares cores among the parts returned by `claims`.
+
+        `own` describes the processors of this process. By default, they are detected.
+        """
         self._claims = claims
         self._processors = own or processors.own_limits()
         self._peers: Sequence[Peer] = ()
@@ -152,20 +162,20 @@ class CoreSharing:
         self._thread = threading.Thread(target=self._run, name="cellama-cores", daemon=True)
 
     def start(self) -> None:
-        """Start observing the machine."""
+        """Start to observe the machine."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop observing the machine. The parts keep their numbers of threads."""
+        """Stop observing the machine. The parts keep their current numbers of threads."""
         self._closing.set()
         self._thread.join()
 
     def meet(self, peers: Sequence[Peer]) -> None:
-        """Set the other workers on this machine."""
+        """Set the other workers that run on this machine."""
         self._peers = peers
 
     def report(self) -> dict[str, Any]:
-        """Return a description of this process for other workers, as JSON."""
+        """Return a description of this process for other workers, as JSON data."""
         machine = {"machine": processors.machine_id(), "processors": processors.own_processors()}
         return {**machine, "wants": self._wants, "uses": round(self._uses, 2), "threads": self._threads.current}
 
@@ -174,10 +184,10 @@ class CoreSharing:
             try:
                 self.look(time.monotonic(), processors.read())
             except Exception:
-                log.exception("cores not shared", detail="retrying at the next observation")
+                log.exception("core sharing failed", detail="core sharing is retried at the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
-        """Compare the processor times with the last observation, and set the number of threads of each part."""
+        """Compare the processor times with the previous observation, and set each part's number of threads."""
         others = self._others(now, reading)
         claims = self._claims()
         in_use = [claim for claim in claims if claim.in_use]
@@ -189,7 +199,7 @@ class CoreSharing:
         self._warn_about_others(others, now, share)
 
     def _others(self, now: float, reading: ProcessorTimes | None) -> float:
-        """Return the number of cores that programs other than this process and its peers have used recently."""
+        """Return the number of cores recently used by programs other than this process and its peers."""
         last, self._last = self._last, None if reading is None else (now, reading)
         if last is None or reading is None or now <= last[0]:
             return 0.0
@@ -199,24 +209,24 @@ class CoreSharing:
         return others_of((reading.busy_s - last[1].busy_s) / seconds, used, self._peers)
 
     def _warn_about_others(self, others: float, now: float, share: int) -> None:
-        """Log once that other programs use cores, because this may explain why a worker is slow."""
+        """Log once that other programs are using cores, because this may explain why a worker is slow."""
         cores = self._processors.cores
         if self._quiet_at is None or available_beyond_others(cores, others) == cores:
             self._quiet_at = now
         elif not self._has_warned and now - self._quiet_at >= WARN_S and share < self._wants:
             self._has_warned = True
             log.warning(
-                "other programs are using cores",
+                "other programs detected",
                 used=round(others, 1),
                 cores=cores,
                 threads=share,
                 wanted=self._wants,
-                detail="models compute with fewer threads; stop the programs, or set the threads of the models",
+                detail="models compute with fewer threads; stop these programs, or set the models' `threads`",
             )
 
 
 def _threads_of(claim: Claim, claims: Sequence[Claim], in_use: Sequence[Claim], share: int) -> int:
-    """Return the part's share of the threads of this process, if it and the parts in use share them."""
+    """Return the part's number of threads if this part and the parts in use share the threads of this process."""
     num_fixed = sum(other.threads for other in in_use if other.fixed)
     sharing = [other for other in claims if not other.fixed and (other in in_use or other is claim)]
     shares = fair_shares(max(1, share - num_fixed), [other.threads for other in sharing])

@@ -1,4 +1,4 @@
-"""The inbox: commands from other threads for the thread that serves them, and the number of unfinished requests."""
+"""The inbox: commands from other threads to the thread that runs them, and the number of unfinished requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Command = TypeVar("Command")
 
 
 class Inbox(Generic[Command]):
-    """Commands in order of arrival. Any thread may add commands. Only one thread, the owner, takes them out."""
+    """Commands in order of arrival.
+
+    Any thread may add commands. Only one thread, the owner, may remove them.
+    """
 
     def __init__(self) -> None:
         # Reentrant, because the garbage collector may close a generator on any thread, which cancels its request.
@@ -26,7 +29,10 @@ class Inbox(Generic[Command]):
     # Any thread
 
     def submit(self, command: Command) -> bool:
-        """Add a request, which is unfinished until `end`. Return False without adding it if the inbox is closed."""
+        """Add a request, which counts as unfinished until `end` is called.
+
+        Return False without adding the request if the inbox is closed.
+        """
         with self._changed:
             if self._is_closed:
                 return False
@@ -36,7 +42,7 @@ class Inbox(Generic[Command]):
             return self.put(command)
 
     def put(self, command: Command) -> bool:
-        """Add a command. Return False without adding it if the inbox is closed."""
+        """Add a command. Return False without adding the command if the inbox is closed."""
         with self._changed:
             if not self._is_closed:
                 self._commands.append(command)
@@ -44,26 +50,26 @@ class Inbox(Generic[Command]):
             return not self._is_closed
 
     def nudge(self) -> None:
-        """Wake the owner, because it has work outside the inbox."""
+        """Wake the owner because it has work that is not in the inbox."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Count a finished request."""
+        """Record that a request has finished."""
         with self._changed:
             self._num_open -= 1
             if not self._num_open:
                 self._changed.notify_all()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until every request has finished. Return False if any is unfinished after `timeout_s`."""
+        """Wait until every request has finished. Return False if a request is still unfinished after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Whether any request has not finished yet."""
         return self._num_open > 0
 
     @property
@@ -72,31 +78,34 @@ class Inbox(Generic[Command]):
         return self._is_closed
 
     def close(self) -> bool:
-        """Accept no more commands, and wake the owner. Return False if the inbox was already closed."""
+        """Reject further commands and wake the owner. Return False if the inbox was already closed."""
         with self._changed:
             was_open, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
             return was_open
 
     def waiting(self) -> list[Command]:
-        """Return the commands without removing them."""
+        """Return the waiting commands without removing them."""
         with self._changed:
             return list(self._commands)
 
     # The owner
 
     def __bool__(self) -> bool:
-        """Return whether there are commands."""
+        """Return whether any commands are waiting."""
         return bool(self._commands)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for a command, a nudge or the closing of the inbox, but no longer than `timeout_s`."""
+        """Wait until a command arrives, the owner is nudged, or the inbox is closed.
+
+        The wait ends after `timeout_s` at the latest.
+        """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
             self._is_nudged = False
 
     def take(self, most: int | None = None) -> list[Command]:
-        """Remove and return all commands, or only the first `most` commands. Never waits."""
+        """Remove and return all commands, or only the first `most` commands. This method never waits."""
         if not self._commands:
             return []
         with self._changed:

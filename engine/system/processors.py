@@ -17,7 +17,7 @@ LOW_PRIORITY_COST = 0.2  # effect of a niced program on the steps of an engine, 
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The processors that a process may use."""
+    """The processors available to a process."""
 
     cores: int  # number of processors on which it may run
     quota: float | None = None  # CPU seconds per second that its container allows
@@ -30,7 +30,7 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Total CPU times in seconds of all programs on these processors, and of this process."""
+    """Total CPU times in seconds of this process, and of all programs on its processors."""
 
     busy_s: float
     own_s: float
@@ -44,17 +44,20 @@ def own_processors() -> list[int]:
 
 
 def own_limits() -> Processors:
-    """Return the processors of this process, and the quota of its container."""
+    """Return the processors of this process and the quota of its container."""
     return Processors(len(own_processors()), cpu_quota())
 
 
 def available_cores() -> int:
-    """Return the number of threads of this process that can run at the same time."""
+    """Return the number of threads that this process can run at the same time."""
     return own_limits().available
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """Return the CPU seconds per second that this process's control groups allow, or None without a limit."""
+    """Return the CPU seconds per second that this process's control groups allow.
+
+    Return None if the control groups have no limit.
+    """
     found = [quota for folder in control_groups("cpu", root, own) if (quota := _quota(folder)) is not None]
     return min(found, default=None)
 
@@ -69,12 +72,15 @@ def _quota(folder: Path) -> float | None:
 
 
 def machine_id() -> str:
-    """Return the boot id, which all containers on a Linux machine share, or the host name if there is none."""
+    """Return the boot id, or the host name if the system has no boot id.
+
+    All containers on a Linux machine share the same boot id.
+    """
     return text_of(_BOOT_ID) or socket.gethostname()
 
 
 def read() -> ProcessorTimes | None:
-    """Return the CPU times, or None if the system doesn't report them."""
+    """Return the current CPU times, or None if the system doesn't report them."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError):
@@ -87,13 +93,13 @@ def read() -> ProcessorTimes | None:
 
 
 def _busy_s(times: object) -> float:
-    """Return the busy time of one processor. The user time already includes the guest time."""
+    """Return the time for which a processor was busy. Guest time is already included in the user time."""
     kinds = ("user", "system", "irq", "softirq")
     return sum(getattr(times, kind, 0.0) for kind in kinds) + LOW_PRIORITY_COST * getattr(times, "nice", 0.0)
 
 
 def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> list[Path]:
-    """Return the groups of a controller that contain this process, from the innermost to the root."""
+    """Return the control groups with this controller that contain this process, from the innermost to the root."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -109,7 +115,7 @@ def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> li
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a control group's file, or None if the file does not exist."""
+    """Return the text of a control group's file, or None if the file can't be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Names of the files of a split model, such as `…-00001-of-00003.gguf` (llama.h: llama_split_path).
+"""File names of split models, such as `…-00001-of-00003.gguf` (llama.h: llama_split_path).
 
 All functions in this module are pure.
 """
@@ -11,7 +11,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all files of the model in order. If the file is not a part, return only its name."""
+    """Return the names of all of the model's files, in order. If the model is not split, return only the given name."""
     part = _PART.search(name)
     if part is None:
         return [name]
@@ -20,6 +20,9 @@ def part_names(name: str) -> list[str]:
 
 
 def is_first_part(name: str) -> bool:
-    """Return whether the file represents its model, because it is the first part or the only file."""
+    """Return whether the file represents its model.
+
+    This is the case for the first part of a split model, and for the only file of an unsplit model.
+    """
     part = _PART.search(name)
     return part is None or int(part[1]) == 1

@@ -1,4 +1,4 @@
-"""Threads with deep stacks, threads with low priority, and threads with a result."""
+"""Start threads with deep stacks, with low priority, or with a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _changing = threading.Lock()
 
 
 def start_deep(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread with a stack of STACK_BYTES. The stack size of other threads is not changed."""
+    """Start a daemon thread with a stack of STACK_BYTES.
+
+    The stack size of other threads doesn't change.
+    """
     thread = threading.Thread(target=run, name=name, daemon=True)
     with _changing:
         before = threading.stack_size(STACK_BYTES)
@@ -32,7 +35,7 @@ def start_deep(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def in_background(action: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a daemon thread, and return a future with its result or exception."""
+    """Call a function in a daemon thread, and return a future for its result or exception."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -49,9 +52,10 @@ def in_background(action: Callable[[], T], name: str) -> Future[T]:
 
 
 def at_low_priority(work: Callable[[], T]) -> T:
-    """Call a function at low priority, and return its result or raise its exception. Only Linux supports this.
+    """Call a function at low priority, and return its result or raise its exception.
 
-    Threads that the function starts keep the low priority, so an engine's thread must be started elsewhere.
+    The priority is lowered only on Linux. Threads started by the function keep the low priority, so an engine's thread
+    must be started elsewhere.
     """
     if sys.platform != "linux":
         return work()
@@ -69,7 +73,7 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
 
 def give_way() -> None:
-    """Lower the priority of this thread permanently. Systems other than Linux don't support that."""
+    """Lower the priority of this thread permanently. This works only on Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # affects this thread only

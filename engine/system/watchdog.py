@@ -1,8 +1,8 @@
-"""The watchdog: if a thread with work makes no progress for too long, it logs the cause and ends the process.
+"""The watchdog: if a thread with work makes no progress for too long, log the cause and end the process.
 
-A thread that serves many requests reports to its `Pulse` when a step starts and when there is nothing to do. One
-watchdog per process checks all pulses. After the process has ended, other processes continue its work. Without the
-watchdog, a hang would block the work forever, and a failed thread would make all of it fail.
+A thread that serves many requests reports to its `Pulse` when it starts a step and when it has no work. One watchdog
+per process checks all pulses. After the process has ended, other processes take over its work. Without the watchdog, a
+hang would block the work forever, and a failed thread would cause all of its work to fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Suspects = Iterable[str]
 
 
 class WatchedStep(NamedTuple):
-    """The current step of a thread. Steps are compared by identity."""
+    """The step that a thread is executing. Steps are compared by identity."""
 
     kind: str
     size: int
@@ -50,7 +50,10 @@ class WatchedStep(NamedTuple):
 
 
 class Pulse:
-    """The progress of a thread. Only its thread may use it, except for `name` and the fields for the watchdog."""
+    """The progress of a thread.
+
+    Only that thread may use it, except for `name` and the fields for the watchdog.
+    """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -62,9 +65,10 @@ class Pulse:
         self._slowest: dict[str, dict[int, float]] = {}  # seconds, by kind and by the bit length of the size
 
     def beat(self, kind: str, suspects: Suspects = (), size: int = 1, first_s: float = AT_LEAST_S) -> None:
-        """Report the start of a step for the requests `suspects`, and the end of the previous one.
+        """Report that a step for the requests `suspects` has started and the previous step has ended.
 
-        Among steps of one `kind`, a larger `size` means a longer step. `first_s` limits the first step of a kind.
+        Among steps of the same `kind`, a larger `size` means a longer step. `first_s` limits the duration of the first
+        step of a kind.
         """
         now = self._clock()
         self._note(now)
@@ -74,7 +78,7 @@ class Pulse:
         self.step = WatchedStep(kind, size, suspects, began=now, longest_s=longest_s)
 
     def rest(self) -> None:
-        """Report that there is no work until the next `beat`."""
+        """Report that the thread has no work until the next `beat`."""
         self._note(self._clock())
         self.step = None
 
@@ -85,7 +89,10 @@ class Pulse:
             slowest[bits] = max(now - step.began, slowest.get(bits, 0.0) * FADING)
 
     def _expected_s(self, kind: str, size: int) -> float | None:
-        """Return the slowest duration of this or the next larger size, or else extrapolate from the largest size."""
+        """Return the slowest duration recorded for this size, or for the next larger size.
+
+        If no larger size has been recorded, extrapolate from the largest size.
+        """
         slowest, bits = self._slowest.get(kind), size.bit_length()
         if not slowest:
             return None
@@ -96,17 +103,20 @@ class Pulse:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the process ends if this thread fails."""
+        """Whether a watchdog ends the process if this thread fails."""
         return self.on_death is not None
 
     def die(self, reason: str) -> None:
-        """Report that the thread ends because of an unexpected error. Does not return if a watchdog watches it."""
+        """Report that the thread is ending because of an unexpected error.
+
+        If a watchdog is watching the thread, this method doesn't return.
+        """
         if self.on_death is not None:
             self.on_death(f"thread {self.name!r} failed: {reason}")
         self.close()
 
     def close(self) -> None:
-        """Report that the thread ends normally."""
+        """Report that the thread is ending normally."""
         self.step, self.closed = None, True
 
 
@@ -118,7 +128,7 @@ class _Watch:
 
 
 class Watchdog:
-    """Checks the pulses of a process. After `start`, a thread calls `look` every second."""
+    """Checks the pulses of a process. Once started, its thread calls `look` every second."""
 
     def __init__(
         self,
@@ -127,12 +137,12 @@ class Watchdog:
         num_paged: Callable[[], int] | None = None,
         last_resort_s: float = 0.0,
     ) -> None:
-        """Create a watchdog. `at_least_s` is the lowest limit for a step.
+        """Create a watchdog. The limit for a step is never below `at_least_s`.
 
-        `end` receives the reason, and ends the process. `num_paged` counts the pages that the process has read from
-        disk. After `start`, C code that needs no GIL ends the process if the watchdog's thread makes no check for
-        `last_resort_s`, which is at least `LAST_RESORT_S` and at least twice `at_least_s`. The reason may be a thread
-        that holds the GIL, or a suspension of the process.
+        `end` is called with the reason, and ends the process. `num_paged` returns the number of pages that the process
+        has read from disk. If the watchdog's thread makes no check for `last_resort_s`, C code that doesn't need the
+        GIL ends the process. This can happen if a thread holds the GIL or the process was suspended. If `last_resort_s`
+        is lower than `LAST_RESORT_S` or twice `at_least_s`, the larger of these values is used.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -147,16 +157,20 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, *pulses: Pulse) -> None:
-        """Watch these pulses. If one of their threads fails or hangs, the process ends. Any thread may call this."""
+        """Watch these pulses. If one of their threads fails or hangs, the process ends.
+
+        Any thread may call this method.
+        """
         for pulse in pulses:
             pulse.on_death = self._end
             with self._lock:
                 self._watches.append(_Watch(pulse))
 
     def look(self, now: float) -> None:
-        """End the process if a thread has made no step for too long.
+        """End the process if a thread has not started a new step for too long.
 
-        Only the time between two checks counts, because no thread makes steps in a suspended process.
+        At most two check intervals are counted per check, because threads can't make progress while the process is
+        suspended.
         """
         elapsed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * LOOK_S)
         self._looked_at = now
@@ -175,7 +189,7 @@ class Watchdog:
                 self._end(_reason(watch.pulse, step, watch.stalled_s))
 
     def start(self) -> None:
-        """Start the thread that checks every second."""
+        """Start the thread that checks the pulses every second."""
         self._arm_last_resort()
         self._thread = threading.Thread(target=self._run, name="cellama-watchdog", daemon=True)
         self._thread.start()
@@ -188,17 +202,17 @@ class Watchdog:
             self.look(time.monotonic())
 
     def _arm_last_resort(self) -> None:
-        """Set faulthandler's timer, whose C thread ends the process after `last_resort_s` unless it is set again.
+        """Set faulthandler's timer. Its C thread ends the process after `last_resort_s` unless the timer is set again.
 
-        That thread reads the stacks without the GIL. If another thread runs at the same time, as after a suspension,
-        reading can crash, and the process ends with SIGSEGV instead of exit code 1.
+        The C thread reads the stacks without the GIL. If another thread is running at the same time, for example after
+        a suspension, reading the stacks can crash. The process then ends with SIGSEGV instead of exit code 1.
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
             self._armed_at = time.monotonic()
 
     def close(self) -> None:
-        """Stop checking. Threads may end in any way from now on."""
+        """Stop watching. From now on, threads may end in any way."""
         self._closing.set()
         with self._lock:
             for watch in self._watches:
@@ -215,7 +229,7 @@ def _reason(pulse: Pulse, step: WatchedStep, stalled_s: float) -> str:
 
 
 def end_process(reason: str) -> None:
-    """Log the reason and the stacks of all threads, then end the process immediately. Does not return."""
+    """Log the reason and the stacks of all threads, then end the process immediately. This function never returns."""
     _is_ending.set()
     # The hanging thread may hold a lock of the logging system. Then C code ends the process, which needs no lock.
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Chat options of a request, and the reply format and grammar that follow from them and from the chat template."""
+"""Define a request's chat options, and derive the reply format and grammar from them and the chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .reply_reader import ReplyFormat
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The options of a chat request. `tools` is in OpenAI's format."""
+    """The options of a chat request. `tools` uses OpenAI's format."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
@@ -34,7 +34,7 @@ class ChatOptions:
     continue_final_message: bool | None = None  # None: a final message of the assistant is continued, if it has text
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages, preceded by the system message of the options if there is one.
+        """Return the messages, preceded by the options' system message if one is set.
 
         Raises InvalidRequest if the messages and the options both contain a system message.
         """
@@ -45,17 +45,18 @@ class ChatOptions:
         return [{"role": "system", "content": self.system}, *messages]
 
     def started_reply(self, messages: Sequence[Message]) -> str:
-        """Return the text with which the caller starts the reply: the content of a final message of the assistant.
+        """Return the text that the reply continues, which is the content of a final assistant message.
 
-        It is empty if the reply doesn't continue this message. Raises InvalidRequest if the caller requires this.
+        The text is empty if the reply doesn't continue that message. Raises InvalidRequest if the caller requires a
+        continuation but the last message has no text to continue.
         """
         last = messages[-1] if messages else {}
         content = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
         text = content if isinstance(content, str) and content.strip() else ""
         if self.continue_final_message and not text:
             raise InvalidRequest(
-                "continue_final_message is true, but the last message is not a text of the assistant; add the text to "
-                "continue"
+                "continue_final_message is true, but the last message is not an assistant message with text; add "
+                "the text to continue"
             )
         continues = self.add_generation_prompt if self.continue_final_message is None else self.continue_final_message
         return text if continues else ""
@@ -67,7 +68,10 @@ class ChatOptions:
 
     @property
     def callable(self) -> list[OfferedTool]:
-        """The tools that may be called. Raises InvalidRequest if an option names an unknown tool."""
+        """The tools that the model may call.
+
+        Raises InvalidRequest if the options name an unknown tool or contradict each other.
+        """
         functions = [tool["function"] for tool in self.tools]
         names = [function["name"] for function in functions]
         all_names = f"the tools are: {', '.join(sorted(names)) or 'none'}"
@@ -97,16 +101,19 @@ class ChatOptions:
 
     @property
     def forces_call(self) -> bool:
-        """Whether the reply must be a tool call."""
+        """True if the reply must be a tool call."""
         return self.tool_choice not in ("auto", "none")
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of the template, except the messages. Raises InvalidRequest."""
+        """The template variables, except the messages.
+
+        Raises InvalidRequest if `template_args` sets a reserved name.
+        """
         reserved = {"messages", "tools", "add_generation_prompt"} & self.template_args.keys()
         if reserved:
             raise InvalidRequest(
-                f"template_args has {', '.join(sorted(reserved))}; pass each of them as a separate parameter"
+                f"template_args contains {', '.join(sorted(reserved))}; pass each as a separate parameter"
             )
         variables = {**self.template_args, "tools": self.offered}
         if self.enable_thinking is None:
@@ -120,7 +127,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of a conversation, and the format of its reply."""
+    """A conversation's prompt and the format of its reply."""
 
     text: str
     tokens: list[int]
@@ -130,24 +137,24 @@ class ChatPrompt:
 
     @property
     def sampling(self) -> dict[str, str | None]:
-        """The sampling parameters that set the grammar of the reply. They replace the caller's parameters."""
+        """The sampling parameters that set the reply's grammar and override the caller's parameters."""
         return {} if self.lark is None else {"json_schema": None, "regex": None, "grammar": None, "lark": self.lark}
 
 
 def reply_format_of(
     name: str, template: ChatTemplate, prompt: Rendered, options: ChatOptions, ids_of: Callable[[str], list[int]]
 ) -> ReplyFormat:
-    """Return the markup of the reply to a prompt.
+    """Return the format of the reply to a prompt.
 
-    `ids_of` tokenizes markup, including special tokens. Raises InvalidRequest if the template of the model `name` does
+    `ids_of` tokenizes markup, including special tokens. Raises InvalidRequest if the chat template of model `name` does
     not support an option.
     """
     markup = template.reply_markup
     opening, closing = markup.think_open, END if markup.channels else markup.think_close
     if options.thinking_budget is not None and not closing:
         raise InvalidRequest(
-            f"thinking_budget is {options.thinking_budget}, but the chat template of model {name!r} has no reasoning; "
-            "remove it, or choose a reasoning model"
+            f"thinking_budget is {options.thinking_budget}, but the chat template of model {name!r} does not support "
+            "reasoning; remove thinking_budget, or choose a reasoning model"
         )
     if options.offered and not template.supports_tools:
         raise InvalidRequest(
@@ -168,7 +175,7 @@ def reply_format_of(
 
 
 def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
-    """Return a reader for calls of the offered tools, or None if there are none or if their format is unknown."""
+    """Return a reader for calls to the offered tools, or None if no tools are offered or the call format is unknown."""
     if not options.offered or markup.calls is None:
         return None
     parameters = {tool.name: tool.parameters for tool in options.callable}
@@ -180,8 +187,9 @@ def grammar_of_calls(
 ) -> CallGrammar | None:
     """Return the grammar of a reply with tool calls, or None if nothing needs to be enforced.
 
-    `constraint` is the request's constraint on the text. If the caller sets `grammar` or `lark`, it constrains the
-    whole reply, so the reply has no tool calls. Raises InvalidRequest.
+    `constraint` is the request's constraint on the text. If the caller sets `grammar` or `lark`, that grammar
+    constrains the whole reply, so the reply contains no tool calls. Raises InvalidRequest if a forced call can't be
+    enforced.
     """
     tools, offered = format_.tools, options.callable
     if options.forces_call:
@@ -192,10 +200,10 @@ def grammar_of_calls(
         if options.tool_choice != "required":
             offered = [tool for tool in offered if tool.name == options.tool_choice]
         if not offered:
-            raise InvalidRequest("tool_choice is 'required', but no tools are given; add at least one")
+            raise InvalidRequest("tool_choice is 'required', but no tools are given; add at least one tool")
         if tools is None or not tools.format.can_be_forced:
             raise InvalidRequest(
-                f"tool_choice: the tool call format of model {name!r} is not fully known, so no call can be forced; "
+                f"tool_choice: the tool call format of model {name!r} is not fully known, so calls can't be forced; "
                 "use 'auto'"
             )
     elif (

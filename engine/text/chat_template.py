@@ -39,7 +39,7 @@ Render = Callable[..., "Rendered"]  # renders messages, as `ChatTemplate.render`
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as text, including its control tokens.
+    """The rendered text of a prompt, including its control tokens.
 
     `marked` is the same text, in which FROM_CALLER replaces each of the caller's characters that could be part of
     markup.
@@ -49,15 +49,16 @@ class Rendered:
     marked: str
 
     def until(self, reply: str) -> Rendered:
-        """Return the prompt up to the end of the last occurrence of this reply. Raises InvalidRequest.
+        """Return the prompt, truncated after the last occurrence of this reply.
 
-        Spaces at the end of the reply are kept if the template keeps them.
+        Spaces at the end of the reply are kept if the template keeps them. Raises InvalidRequest if the prompt does not
+        contain the reply.
         """
         found = self.text.rfind(reply.strip())
         if found < 0:
             raise InvalidRequest(
-                "messages: the last message is the assistant's, but the chat template changes its content, so it can't "
-                "be continued; end with a user message"
+                "messages: the last message is from the assistant, but the chat template changes its content, so it "
+                "can't be continued; end with a user message"
             )
         from_start = reply.lstrip()
         end = found + len(from_start if self.text.startswith(from_start, found) else reply.strip())
@@ -67,8 +68,8 @@ class Rendered:
 class ChatTemplate:
     """A model's Jinja template.
 
-    It is rendered in a separate process with limited CPU time and memory, which `close` ends. Rendering is safe from
-    any thread.
+    A separate process with limited CPU time and memory renders the template. `close` ends this process. Rendering is
+    thread-safe.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class ChatTemplate:
     ) -> None:
         """Compile the template.
 
-        `specials` are the special tokens of the vocabulary, and `ends` are the texts of those that end a reply. With
-        `mark`, prompts also record which characters come from the caller. Raises TemplateFailed.
+        `specials` are the vocabulary's special tokens, and `ends` are the texts of the special tokens that end a reply.
+        With `mark`, prompts also record which characters come from the caller. Raises TemplateFailed if the template
+        does not compile.
         """
         specials = list(specials)
         self._control = {special.text: special.id for special in specials if special.is_control}
@@ -115,11 +117,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> Rendered:
-        """Return the prompt of a conversation.
+        """Render a conversation and return its prompt.
 
-        Messages are in OpenAI's format. An assistant message may also have `reasoning`. If the template does not
-        support their order, they are rearranged first (derivation/message_order.py). `template_args` are variables of
-        the template, for instance `enable_thinking`. Raises TemplateFailed, InvalidRequest.
+        Messages use OpenAI's format. An assistant message may also contain `reasoning`. Messages in an order that the
+        template does not support are rearranged first (derivation/message_order.py). `template_args` sets template
+        variables such as `enable_thinking`. Raises TemplateFailed or InvalidRequest.
         """
         variables = {**template_args, "add_generation_prompt": add_generation_prompt}
         if tools:  # undefined otherwise, because templates test whether there are tools
@@ -134,9 +136,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def message_order(self) -> MessageOrder:
-        """The message orders that the template supports. They are derived once, like `reply_markup`.
+        """The message orders that the template supports, derived once like `reply_markup`.
 
-        If they can't be derived, all orders count as supported, and the template decides.
+        If the supported orders can't be derived, every order counts as supported, and messages keep the caller's order.
         """
         try:
             return derive_order(self._process.request({"probes": order_probes(for_template)})["texts"])
@@ -152,8 +154,8 @@ class ChatTemplate:
     def reply_markup(self) -> ReplyMarkup:
         """The markup of reasoning and tool calls in replies.
 
-        It is derived once, from conversations that the template renders within the time limit of a single rendering.
-        If the template takes longer, the markup is unknown.
+        The markup is derived once, by rendering sample conversations within the time limit for a single rendering. If
+        rendering takes longer, the markup is unknown.
         """
         try:
             rendered = self._process.request({"probes": probes(for_template)})["texts"]
@@ -173,7 +175,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def repeats_tools(self) -> bool:
-        """Whether the template describes the tools again after each reply. It is derived once, like `reply_markup`."""
+        """True if the template describes the tools again after each reply. Derived once, like `reply_markup`."""
         name = "repeated_tool"
         probe = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
 
@@ -187,24 +189,24 @@ class ChatTemplate:
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the template describes tools to the model."""
+        """True if the template describes tools to the model."""
         return "tools" in self.source
 
     @property
     def supports_thinking(self) -> bool:
-        """Whether replies have reasoning that can be recognised."""
+        """True if reasoning in replies can be recognised."""
         markup = self.reply_markup
         return markup.channels or bool(markup.think_close)
 
     @functools.cached_property
     def thinking_tokens(self) -> tuple[tuple[int, bytes], ...]:
-        """The control tokens around reasoning, with their text."""
+        """The ids and texts of the control tokens around reasoning."""
         markup = self.reply_markup
         return self._control_in(MARKUP if markup.channels else (markup.think_open, markup.think_close))
 
     @functools.cached_property
     def call_tokens(self) -> tuple[tuple[int, bytes], ...]:
-        """The control tokens in tool calls, with their text."""
+        """The ids and texts of the control tokens in tool calls."""
         calls = self.reply_markup.calls
         return self._control_in(calls.literals if calls is not None else ())
 
@@ -213,15 +215,15 @@ class ChatTemplate:
         return tuple((token, text.encode()) for text, token in self._control.items() if text and text in joined)
 
     def close(self) -> None:
-        """End the process. Repeated calls have no effect."""
+        """End the template process. Repeated calls have no effect."""
         self._process.close()
 
 
 def for_template(message: Any, *, arguments_as_text: bool = False) -> dict[str, Any]:
     """Return a message in the format that chat templates expect.
 
-    The content is a string, the arguments of tool calls are an object or JSON text, and reasoning has the names that
-    templates use. Raises InvalidRequest.
+    The content is a string, tool call arguments are an object or JSON text, and reasoning is stored under the names
+    that templates use. Raises InvalidRequest if the message is malformed.
     """
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"a message is {type(message).__name__}; it must be an object with role and content")
@@ -237,7 +239,7 @@ def for_template(message: Any, *, arguments_as_text: bool = False) -> dict[str, 
 
 def _call_for_template(call: Any, arguments_as_text: bool) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise InvalidRequest("a tool call has no function; give it a function with a name and arguments")
+        raise InvalidRequest("a tool call does not contain a function; add a function with a name and arguments")
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
@@ -259,12 +261,12 @@ def after_reply(
     calls: Sequence[Mapping[str, Any]] = (),
     ends: Collection[str] = (),
 ) -> Rendered:
-    """Return the text that a template writes after a reply if these messages follow the reply.
+    """Return the text that a template writes after a reply when these messages follow the reply.
 
     The template renders a conversation whose reply is a random word. The result is everything after this word. If the
-    reply has tool calls, the last argument of the last of `calls` is this word, and the result follows the markup of
-    the calls. This markup extends to the first of `ends`, which are the tokens that end a reply. Raises
-    TemplateFailed, InvalidRequest.
+    reply contains tool calls, this word is the last argument of the last call, and the result starts after the markup
+    of the calls. This markup ends before the first occurrence of a token from `ends`, which are the tokens that end a
+    reply. Raises TemplateFailed or InvalidRequest.
     """
     if not messages:
         raise InvalidRequest("messages is empty; with a parent_key, send the messages that follow the reply")
@@ -291,7 +293,7 @@ def after_reply(
 
 
 def _reply_of(word: str, calls: Sequence[Mapping[str, Any]]) -> Message:
-    """Return a reply with the names and ids of these calls, whose only content is a word."""
+    """Return a reply that contains only a word, but keeps the names and ids of these calls."""
     if not calls:
         return {"role": "assistant", "content": word}
     arguments = [*["{}"] * (len(calls) - 1), json.dumps({"text": word})]
@@ -303,7 +305,7 @@ def _reply_of(word: str, calls: Sequence[Mapping[str, Any]]) -> Message:
 
 
 def _after_word(text: str, word: str, ends: Collection[str]) -> str | None:
-    """Return the text between the word and the first token that ends a reply, or None without the word."""
+    """Return the text between the word and the first token that ends a reply, or None if the word is missing."""
     _, found, tail = text.partition(word)
     return tail[: min((tail.index(end) for end in ends if end in tail), default=len(tail))] if found else None
 
@@ -311,19 +313,26 @@ def _after_word(text: str, word: str, ends: Collection[str]) -> str | None:
 class TemplateProcess:
     """A process that renders one template (template_process.py).
 
-    It handles one request at a time, and is restarted after it was killed. It ends when `close` is called, when this
-    object is deleted, or when the Python process exits. It is safe to use from any thread.
+    The process handles one request at a time, and is restarted if it was killed. The process ends when `close` is
+    called, when this object is deleted, or when the Python process exits. This class is thread-safe.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Compile the template. `setup` is the first line to send, except for `cpu_s`. Raises TemplateFailed."""
+        """Start the process and compile the template.
+
+        `setup` contains the fields of the first line sent to the process, except `cpu_s`. Raises TemplateFailed if the
+        template does not compile.
+        """
         self._setup = {**setup, "cpu_s": CPU_S}
         self._lock = threading.Lock()
         self._closed = False
         self._start()
 
     def request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. Raises TemplateFailed, InvalidRequest, EngineStopped."""
+        """Send a request to the process and return the answer.
+
+        Raises TemplateFailed, InvalidRequest or EngineStopped.
+        """
         try:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -366,7 +375,10 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template does not compile: {answer['error']}")
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
-        """Write a line and read the answer. If none arrives in time, kill the process and raise TemplateFailed."""
+        """Send a line and return the answer.
+
+        If no answer arrives in time, kill the process and raise TemplateFailed.
+        """
         stdin, stdout = _pipes(self._process)
         timer = threading.Timer(WALL_S, self._process.kill)
         timer.start()
@@ -381,7 +393,7 @@ class TemplateProcess:
             self._end()
             raise TemplateFailed(
                 f"the model's chat template took more than {CPU_S:g} s or too much memory "
-                f"({describe_exit(self._process.returncode)}); send less, or correct the template"
+                f"({describe_exit(self._process.returncode)}); shorten the conversation, or correct the template"
             )
         answer: dict[str, Any] = json.loads(answered)
         return answer

@@ -1,4 +1,4 @@
-"""Turn the bytes of tokens into text, and release text only when it is final."""
+"""Convert token bytes into text, and release text only once it is final."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found. `released` is the unreleased text before it, or up to its end if it is kept."""
+    """A stop string found in the text.
+
+    `released` is the previously unreleased text before the stop string. The stop string itself is included if it is
+    kept.
+    """
 
     released: str
     stop: str
@@ -30,9 +34,9 @@ class TextStream:
         self._held = ""
 
     def push(self, data: bytes, *, can_stop: bool = True) -> str | StopMatch:
-        """Add the bytes of one token, and return the text that is final. It may be empty.
+        """Add a token's bytes, and return the text that is now final, which may be empty.
 
-        Unless `can_stop`, a stop string that ends in this token is ordinary text.
+        If `can_stop` is false, a stop string that ends in this token is treated as ordinary text.
         """
         new = self._decoder.decode(data)
         if not self._stops:

@@ -1,8 +1,8 @@
 """Tokenize a prompt so that only the template's own markup becomes control tokens.
 
-A prompt has a second form, `marked`: the same text, in which FROM_CALLER replaces each of the caller's characters that
-could be part of a control token. A control token that is found in `marked` is therefore the template's own. The same
-characters in a caller's text are not found there, and remain text.
+A prompt has a second form, `marked`, in which FROM_CALLER replaces each of the caller's characters that could be part
+of a control token. A control token that is found in `marked` therefore comes from the template. Control tokens in the
+caller's text are not found in `marked`, so they remain text.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def tokenize_marked(
     markup: frozenset[str],
     tokenize: Callable[[str, bool], list[int]],
 ) -> list[int]:
-    """Return the tokens of a prompt. The caller's text never becomes a control token or a token of `markup`.
+    """Return the tokens of a prompt. The caller's text never becomes a control token or a token from `markup`.
 
     `specials` are all special tokens of the vocabulary, longest first. `tokenize(text, parse_special)` tokenizes a text
-    and adds no tokens around it. If the caller's text has no control tokens, the prompt is tokenized as a whole.
+    without adding tokens around it. If the caller's text contains no control tokens, the prompt is tokenized as a
+    whole.
     """
     guarded = [special.text for special in specials if special.is_control or special.text in markup]
     if marked == text or all(text.count(literal) == marked.count(literal) for literal in guarded):
@@ -64,12 +65,12 @@ def tokenize_marked(
 
 
 def _tokens_of_text(text: str, markup: frozenset[str], tokenize: Callable[[str, bool], list[int]]) -> list[int]:
-    """Tokenize a text in pieces, so that no piece contains a text of `markup`, which llama.cpp would always find."""
+    """Tokenize a text in pieces that don't contain any text from `markup`, which llama.cpp would always find."""
     cuts = sorted({match.start() + 1 for literal in markup if len(literal) > 1 for match in _found(literal, text)})
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for piece in pieces if piece for token in tokenize(piece, False)]
 
 
 def _found(literal: str, text: str) -> Iterator[re.Match[str]]:
-    """Find a literal everywhere, including where it overlaps itself."""
+    """Find all occurrences of a literal, including overlapping ones."""
     return re.finditer(f"(?={re.escape(literal)})", text)

@@ -1,7 +1,7 @@
 """Separate the reasoning, text and tool calls of a reply while the model generates it.
 
 The readers change only what callers see. Sampled tokens, usage and the KV cache stay the same. The parts of a reply do
-not depend on how its text is split.
+not depend on how its text is split into pieces.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Kind = Literal["text", "reasoning", "reasoning_end"]
 class ReplyPart:
     """A final piece of a reply. `text` is empty for `reasoning_end`.
 
-    `calls` are pieces of tool calls, which follow the text. Only a reply whose calls a grammar enforces has them before
-    its end, because other calls may still turn out to be text.
+    `calls` are pieces of tool calls, which follow the text. Before the end of the reply, only calls that a grammar
+    enforces are returned, because other calls may still turn out to be text.
     """
 
     kind: Kind
@@ -54,7 +54,7 @@ class ReplyFormat:
     visible: tuple[tuple[int, bytes], ...] = ()  # control tokens that are part of the markup, with their text
 
     def closing_token(self, num_reasoning: int) -> int | None:
-        """Return the token that must be sampled next if this many reasoning tokens exceed the budget, or None."""
+        """Return the token that must be sampled next if `num_reasoning` tokens use up the budget, or None otherwise."""
         if self.thinking_budget is None or num_reasoning < self.thinking_budget:
             return None
         return self.close_tokens[(num_reasoning - self.thinking_budget) % len(self.close_tokens)]
@@ -78,20 +78,20 @@ class ReplyReader(ABC):
     @property
     @abstractmethod
     def is_thinking(self) -> bool:
-        """Whether the model is reasoning."""
+        """True while the model is reasoning."""
 
     @property
     @abstractmethod
     def num_unbound(self) -> int | None:
-        """The number of leading tokens that no grammar constrains, or None while the number is unknown."""
+        """The number of leading tokens that no grammar constrains, or None while this number is unknown."""
 
     @property
     def forced_token(self) -> int | None:
-        """The token that must be sampled next because the reasoning exceeds its budget, or None."""
+        """The token that must be sampled next because the reasoning budget is used up, or None."""
         return self._format.closing_token(self._num_reasoning) if self.is_thinking else None
 
     def note_token(self) -> None:
-        """Count one sampled token. Its text follows with the next `push`."""
+        """Count one sampled token. Pass its text to the next `push`."""
         self._num_tokens += 1
         self._num_reasoning += self.is_thinking
 
@@ -100,7 +100,7 @@ class ReplyReader(ABC):
         return self._visible.get(token)
 
     def push(self, text: str) -> list[ReplyPart]:
-        """Add text of the reply, and return the parts that are final."""
+        """Add text to the reply, and return the parts that are now final."""
         return self._with_pieces(self._push(text))
 
     def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
@@ -114,18 +114,18 @@ class ReplyReader(ABC):
     @property
     @abstractmethod
     def _pieces(self) -> CallPieces | None:
-        """The pieces of the calls so far, or None before the first call and if the calls are not enforced."""
+        """The pieces of the calls so far, or None before the first call or if the calls are not enforced."""
 
     @abstractmethod
     def _push(self, text: str) -> list[ReplyPart]:
-        """Add text, and return the parts of the reply without pieces of calls."""
+        """Add text, and return the final parts of the reply, without pieces of calls."""
 
     @abstractmethod
     def _finish(self, *, cut: bool) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         """End the reply. `cut` is only true if a grammar enforces calls."""
 
     def _with_pieces(self, parts: list[ReplyPart]) -> list[ReplyPart]:
-        """Add the new pieces of calls to the last part.
+        """Attach the new pieces of calls to the last part.
 
         A part and its pieces become a single event, because the tokens of an event must account for all of its text.
         """
@@ -164,14 +164,14 @@ class TagReader(ReplyReader):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether a block of reasoning is open."""
+        """True while a block of reasoning is open."""
         return self._state is _State.THINKING
 
     @property
     def num_unbound(self) -> int | None:
         """The number of reasoning tokens in a block that the prompt opened, or None while the block is open.
 
-        It is 0 if the model opens the block itself, because a grammar then constrains the reply from the start.
+        The number is 0 if the model opens the block itself, because a grammar then constrains the reply from the start.
         """
         if not self._format.starts_thinking:
             return 0
@@ -201,7 +201,7 @@ class TagReader(ReplyReader):
         return parts, calls
 
     def _advance(self, parts: list[ReplyPart]) -> _State:
-        """Release the text that the current state allows, and return the next state."""
+        """Release the text that is final in the current state, and return the next state."""
         match self._state:
             case _State.START:
                 return self._read_start()
@@ -213,7 +213,7 @@ class TagReader(ReplyReader):
                 return self._read_calls()
 
     def _read_start(self) -> _State:
-        """Return whether the reply starts with reasoning. Tags of reasoning later in the reply are text."""
+        """Return the state after the start of the reply. Reasoning tags later in the reply are text."""
         opening, start = self._format.think_open, self._held.lstrip()
         if opening and start.startswith(opening):
             self._held, self._drops_space = start[len(opening) :], True
@@ -253,7 +253,7 @@ class TagReader(ReplyReader):
         return _State.CALLS
 
     def _release_all_but(self, num_held: int, parts: list[ReplyPart], kind: Kind, *, keeps_space: bool = False) -> None:
-        """Hold back the last characters and the whitespace before them, which may belong to a tag. Release the rest."""
+        """Release all text except the last characters and the whitespace before them, which may belong to a tag."""
         text = self._held[: len(self._held) - num_held]
         text = text if keeps_space else text.rstrip()
         self._held = self._held[len(text) :]
@@ -295,12 +295,12 @@ class ChannelReader(ReplyReader):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the current message is reasoning."""
+        """True if the current message is reasoning."""
         return self._head is not None and self._kind == "reasoning"
 
     @property
     def num_unbound(self) -> int | None:
-        """The number of tokens before the text, which no grammar constrains, or None before the text starts."""
+        """The number of unconstrained tokens before the text, or None until the text starts."""
         return self._num_unbound
 
     @property
@@ -362,7 +362,7 @@ class ChannelReader(ReplyReader):
                 self._enforced.start(self._function)
 
     def _read_enforced_call(self, arguments: JsonArguments) -> bool:
-        """Read the arguments of an enforced call. Return whether its message has ended."""
+        """Read the arguments of an enforced call. Return True if its message has ended."""
         new, length = arguments.read(self._held)
         self._enforced.add(new)
         self._held = self._held[length:]
@@ -375,7 +375,7 @@ class ChannelReader(ReplyReader):
         return True
 
     def _read_body(self, parts: list[ReplyPart]) -> bool:
-        """Read the body of a message. Return whether the message has ended."""
+        """Read the body of a message. Return True if the message has ended."""
         if self._arguments is not None:
             return self._read_enforced_call(self._arguments)
         border = next_mark(self._held, _BORDERS, self._num_searched)
@@ -403,7 +403,7 @@ class ChannelReader(ReplyReader):
         self._head = None
 
     def _call(self, body: str) -> ParsedToolCall | None:
-        """Return the call of a message with this body, or None if the body is incomplete or not a call."""
+        """Return the call in a message with this body, or None if the body is incomplete or not a call."""
         if self._function is None:
             return None
         try:

@@ -1,14 +1,15 @@
 """Render one chat template in a separate process, which `chat_template.py` starts from this file.
 
-Templates are part of models, and their variables are part of jobs. Both can make a template run forever, fill the
-memory, or hold the GIL in one long call. In a separate process, this does not affect other jobs. Only the standard
-library and Jinja are imported, so that the process starts quickly.
+Templates come from models, and their variables come from jobs. Malicious templates or variables can make rendering run
+forever, fill the memory, or hold the GIL in one long call. A separate process protects other jobs from this. The
+process starts quickly because it imports only the standard library and Jinja.
 
-The process reads one JSON object per line, and answers each with another JSON object. The first line has `source`,
-`bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line has `messages`, `variables` and `mark`.
-The answer has `text` and `marked` (see `CallerMasks`), or `error` with a `kind`: invalid (the request is at fault),
-refused (by the template) or failed. A request with `probes` has several conversations by name. Its answer has `texts`,
-with null for each conversation that the template can't render.
+The process reads one JSON object per line, and answers each with another JSON object. The first line contains `source`,
+`bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line contains `messages`, `variables` and
+`mark`. The answer contains either `text` and `marked` (see `CallerMasks`), or `error` and `kind`. The kind is "invalid"
+if the request is at fault, "refused" if the template raised an error, or otherwise "failed". A request with `probes`
+contains several conversations, keyed by name. The answer to this request contains `texts`, in which the value is null
+for each conversation that the template can't render.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Py
 
 
 class Invalid(Exception):
-    """The request can't be rendered by any template."""
+    """No template can render the request."""
 
 
 def _raise(message: str) -> NoReturn:
@@ -60,7 +61,7 @@ def _now(pattern: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tags `{% generation %}…{% endgeneration %}`, which mark text to train on and have no effect here."""
+    """The tags `{% generation %}…{% endgeneration %}`, which mark training text and have no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (as in the base class)
 
@@ -78,7 +79,7 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
 
 
 class CallerMasks:
-    """Finds the characters of a prompt that come from the caller, regardless of what the template did with them.
+    """Finds the characters of a prompt that come from the caller, regardless of how the template changed them.
 
     The template renders the conversation a second time. In the caller's strings, each character that distinguishes
     control tokens from words, such as `<` or `|`, is then replaced by another character, its mask. If both prompts are
@@ -86,7 +87,7 @@ class CallerMasks:
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
-        """Take the texts of control tokens (`control`) and of other tokens that occur in the template (`markup`)."""
+        """Prepare masks for the texts of control tokens (`control`) and of other tokens in the template (`markup`)."""
         self._literals = [text for text in {*control, *markup} if text.strip()]
         self._joined_literals = "\n".join(self._literals)
         self._maskable = sorted({char for text in self._literals for char in text if not char.isspace()})
@@ -116,7 +117,7 @@ class CallerMasks:
         return dict(zip(map(ord, self._maskable), free[: len(self._maskable)], strict=True))
 
     def mask(self, text: str, masks: Mapping[int, int]) -> str:
-        """Return one of the caller's strings, with masks for its maskable characters."""
+        """Return one of the caller's strings, with masks in place of its maskable characters."""
         if text in self._template_names:  # the template may compare it, and writes the markup around a role itself
             return text
         if text in self._joined_literals and not self._markup_chars & set(text):  # the template may complete this word
@@ -126,7 +127,7 @@ class CallerMasks:
         return text.translate({ord(char): masks[ord(char)] for char in self._markup_chars})
 
     def mask_except_compared(self, text: str, masks: Mapping[int, int]) -> str:
-        """Return the string with masks, except in texts that the template looks for, such as the end of reasoning."""
+        """Mask a string, except for texts that the template looks for, such as the end of reasoning."""
         pieces, at = [], 0
         for found in self._compared.finditer(text):
             pieces += [self.mask(text[at : found.start()], masks), found[0]]
@@ -134,12 +135,15 @@ class CallerMasks:
         return "".join([*pieces, self.mask(text[at:], masks)])
 
     def conflict(self, prompt: str, strings: Sequence[str]) -> str | None:
-        """Return a control token in the prompt to which the caller's strings may have contributed, or None."""
+        """Return a control token in the prompt that may come partly from the caller's strings, or None."""
         found = [literal for literal in self._literals if literal in prompt]
         return next((literal for literal in found if any(self._contributes(text, literal) for text in strings)), None)
 
     def _contributes(self, text: str, literal: str) -> bool:
-        """Return whether a string contains the literal, or starts or ends with a part that has markup characters."""
+        """Return True if a string contains the literal, or starts or ends with a part of it.
+
+        The part must contain markup characters.
+        """
         if literal in text or (text in literal and self._markup_chars & set(text)):
             return True
         return any(
@@ -166,7 +170,7 @@ def _strings_of(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the JSON value with all its strings changed, including keys."""
+    """Return the JSON value with `change` applied to all strings, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -187,7 +191,7 @@ class Renderer:
         self._from_caller = setup["from_caller"]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. Raises Invalid, and any error of the template."""
+        """Return the answer to a request. Raises Invalid or any error from the template."""
         if "probes" in request:
             return {"texts": {name: self._probe(probe) for name, probe in request["probes"].items()}}
         messages = request["messages"]
@@ -202,7 +206,7 @@ class Renderer:
         return text if 0 < len(text) <= MAX_PROBE_CHARS else None
 
     def _to_json(self, value: object, *arguments: Any, **options: Any) -> str:
-        """Return the JSON of a value. Masks are not escaped, because they stand for ASCII characters."""
+        """Return a value as JSON. Masks are not escaped, because they represent ASCII characters."""
         text = _to_json(value, *arguments, **options)
         if not text.isascii():
             return text
@@ -260,7 +264,7 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Let the system end the process after this much CPU time. 0 removes the limit.
+    """Make the system end the process after this many seconds of CPU time. 0 removes the limit.
 
     A Python signal handler would have to wait for a long call to return.
     """

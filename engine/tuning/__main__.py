@@ -1,8 +1,8 @@
-"""Tune a model for `cellama tune`, which must not import the engine, with `python -m cellama.engine.tuning`.
+"""Tune a model. `cellama tune`, which must not import the engine, runs `python -m cellama.engine.tuning`.
 
-It reads one JSON object from stdin: `source`, `options` (of EngineOptions), `capabilities`, `hub`, `seconds`,
-`max_threads`, `max_slots`. It writes one JSON object per line: `{"row": …}` after each measured setup, and at the end
-`{"result": …}` or `{"error": …, "code": …}`. The result is stored before it is written.
+The program reads one JSON object from stdin with `source`, `options` (of EngineOptions), `capabilities`, `hub`,
+`seconds`, `max_threads` and `max_slots`. The program then writes one JSON object per line: `{"row": …}` after each
+measured setup, and finally `{"result": …}` or `{"error": …, "code": …}`. The result is stored before it is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .measure import tune
 
 
 def main() -> int:
-    """Tune the model, and return the exit code: 0, 1 after an error, or 130 after an interrupt."""
+    """Tune the model and return the exit code, which is 1 after an error, 130 after an interrupt, or otherwise 0."""
     arguments = json.load(sys.stdin)
     try:
         options, hub = EngineOptions(**arguments.pop("options")), HubOptions(**arguments.pop("hub"))

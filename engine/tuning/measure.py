@@ -1,8 +1,8 @@
 """Measure setups of a model. The weights are loaded once, and each setup gets a context and the same requests.
 
-Requests of one length end at the same time, unlike real requests. A setup that is good for them may be slow when slots
-become free one by one. Therefore, half of the requests have lognormal lengths, and a third of these start with one of a
-few shared prefixes, like requests with the same instructions.
+Unlike real requests, requests of the same length all end at the same time. A setup that handles them well may be slow
+when slots become free one by one. Therefore, half of the requests have lognormal lengths. A third of this half starts
+with one of a few shared prefixes, like requests with the same instructions.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ SPREAD = 0.6  # sigma of the lognormal lengths: an eighth are below half the med
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The lengths of half of the requests. The other half have about this mean, and at most twice that length."""
+    """The lengths of half of the requests.
+
+    The other half of the requests has about the same mean lengths, and no request is more than twice as long.
+    """
 
     prompt_tokens: int = 64
     new_tokens: int = 32
 
     @property
     def max_tokens(self) -> int:
-        """The context that the longest request needs, in tokens."""
+        """The context size in tokens that the longest request needs."""
         return 2 * (self.prompt_tokens + self.new_tokens)
 
 
@@ -57,9 +60,9 @@ def num_requests(slots: int) -> int:
 
 
 def requests(lengths: RequestLengths, count: int, n_vocab: int, round_: int = 0) -> list[tuple[tuple[int, ...], int]]:
-    """Return prompts with their numbers of new tokens. The same arguments always give the same result.
+    """Return prompts, each with the number of tokens to generate. The same arguments always return the same result.
 
-    Different rounds share no prefix, so that no prompt is cached from an earlier round.
+    Prompts of different rounds never share a prefix, so no prompt is cached from an earlier round.
     """
     rng = random.Random(f"0 {round_}")
     low = min(300, n_vocab // 2)  # in most vocabularies, smaller ids are control tokens and bytes
@@ -95,7 +98,7 @@ BULK_PRIORITY = 9
 
 
 class MeasuredRound(NamedTuple):
-    """One run of all requests."""
+    """The result of one run of all requests."""
 
     seconds: float
     num_tokens: int  # prompt tokens, computed or cached, and generated tokens
@@ -104,7 +107,7 @@ class MeasuredRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The result of `tune`. `rows` are in the order in which they were measured."""
+    """The result of `tune`. `rows` are in the order of measurement."""
 
     fingerprint: str
     description: str
@@ -128,10 +131,10 @@ def tune(
     max_slots: int = MAX_SLOTS,
     on_row: Callable[[Measurement], None] = lambda row: None,
 ) -> Tuning:
-    """Measure a model for about `seconds`, which do not include the download from the hub.
+    """Measure a model for about `seconds`, not including the download from the hub.
 
-    All `options` except n_parallel, n_ubatch, threads, kv_layout and the context apply to every measurement. Raises
-    ModelLoadFailed, InsufficientMemory, WrongCapability and InvalidRequest.
+    All `options` except n_parallel, n_ubatch, threads, kv_layout and the context size apply to every measurement.
+    Raises ModelLoadFailed, InsufficientMemory, WrongCapability or InvalidRequest.
     """
     from cellama.engine.llama import LlamaModel
 
@@ -162,7 +165,7 @@ def tune(
     finally:
         weights.close()
     if chosen is None:
-        raise ModelLoadFailed(f"{source!r}: nothing could be measured within {seconds:g} s; allow more time")
+        raise ModelLoadFailed(f"{source!r}: no setup could be measured within {seconds:g} s; allow more time")
     return Tuning(
         fingerprint=weights.info.fingerprint,
         description=weights.info.description,
@@ -186,7 +189,10 @@ def _load() -> float:
 def _plan(
     path: Path, options: EngineOptions, capabilities: frozenset[Capability] | None, slots: int
 ) -> tuple[LoadPlan, int]:
-    """Return the load plan of the file, and the largest number of slots that fit. Raises InsufficientMemory."""
+    """Return the model file's load plan, and the number of slots that fit.
+
+    Raises InsufficientMemory if not even one slot fits.
+    """
     from cellama.engine.llama import devices, plan_load
 
     memory = Budget("auto", devices).available()
@@ -206,7 +212,7 @@ def _plan(
 
 
 class TuningRig:
-    """Measures setups with one context at a time on the same weights."""
+    """Measures setups one at a time, each with its own context and the same weights."""
 
     def __init__(
         self, weights: LlamaModel, options: EngineOptions, plan: LoadPlan, started: float, seconds: float
@@ -220,7 +226,7 @@ class TuningRig:
         self._num_rounds = 0
 
     def measure(self, setup: Setup) -> Measurement | None:
-        """Return the best of a few rounds, or None if the setup does not work or takes too long.
+        """Return a measurement of the best of a few rounds, or None if the setup fails or takes too long.
 
         The best round counts, because other programs can only make a round slower.
         """
@@ -241,7 +247,10 @@ class TuningRig:
         )
 
     def fit_lengths(self, threads: int, slots: int) -> None:
-        """Shorten all requests if the first measurement would take too long, as estimated from one short request."""
+        """Shorten all requests if the first measurement would take too long.
+
+        The duration is estimated from one short request.
+        """
         probe = self._generate(
             Setup(threads, n_parallel=1, kv_layout="unified", n_ubatch=DEFAULT_UBATCH), SHORTEST, count=1
         )
@@ -278,7 +287,10 @@ class TuningRig:
             engine.close()
 
     def _round(self, engine: Engine, lengths: RequestLengths, count: int, slots: int) -> MeasuredRound | None:
-        """Run all requests. Return None if the deadline passes. `ttft_ms` is the median of requests that don't wait."""
+        """Run all requests, or return None if the deadline passes.
+
+        `ttft_ms` is the median over requests that don't wait.
+        """
         self._num_rounds += 1
         timeout_s = max(0.1, self._deadline - time.monotonic())
         batch = [
@@ -326,7 +338,7 @@ class TuningRig:
             embedder.close()
 
     def _repeated(self, run: Callable[[], MeasuredRound | None]) -> list[MeasuredRound]:
-        """Run one round, and repeat it as long as all rounds together are short."""
+        """Run rounds until their total duration is long enough or the deadline passes."""
         rounds: list[MeasuredRound] = []
         enough_s = min(ROUNDS_S, ROUNDS_SHARE * self._seconds)
         while (round_ := run()) is not None:

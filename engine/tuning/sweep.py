@@ -1,4 +1,4 @@
-"""The sweep over setups: which setups are measured, in which order, and which setup is chosen.
+"""Sweep over setups: choose which setups to measure, the order of measurements, and the final setup.
 
 The measuring function and the clock are passed in, so tests don't need a model.
 """
@@ -31,7 +31,7 @@ class SweepLimits:
 
     @property
     def values(self) -> dict[str, Sequence[Any]]:
-        """The values of each option in ascending order. The options are in the order in which they are varied."""
+        """The values to try for each option, in ascending order. Options are varied in the order of this dictionary."""
         threads: dict[str, Sequence[Any]] = {"threads": thread_counts(self.threads)}
         if not self.generates:
             return threads
@@ -53,7 +53,10 @@ class SweepLimits:
 
 
 def thread_counts(max_threads: int) -> list[int]:
-    """Return the numbers of threads to try: the maximum, its repeated halves, and the numbers midway between them."""
+    """Return the thread counts to try.
+
+    The counts are the maximum, its repeated halves, and the numbers midway between them.
+    """
     counts, count = {max_threads, 1}, max_threads
     while count > 1:
         counts |= {count, (count + count // 2) // 2} if count >= 4 else {count}
@@ -62,7 +65,10 @@ def thread_counts(max_threads: int) -> list[int]:
 
 
 def choose(rows: Iterable[Measurement]) -> Measurement | None:
-    """Return the fastest setup. Within 2% of its rate, prefer fewer slots, then fewer threads, then defaults."""
+    """Return the fastest setup.
+
+    If several are within 2% of its rate, prefer fewer slots, fewer threads, then defaults.
+    """
     rows = list(rows)
     best = max((row.tokens_per_s for row in rows), default=0.0)
 
@@ -76,10 +82,10 @@ def choose(rows: Iterable[Measurement]) -> Measurement | None:
 
 @dataclass(slots=True)
 class Sweep:
-    """Varies the options of the best setup one after another, until no option improves the rate.
+    """Varies the options of the best setup one by one until no change improves the rate.
 
-    `measure` returns None for a setup that does not fit or takes too long. A measurement starts only if it can be
-    expected to end before the deadline. `rows` contains the results in order, and each setup only once.
+    `measure` returns None for a setup that does not fit or takes too long. A measurement starts only if it is expected
+    to end before the deadline. `rows` contains one result for each setup, in order of measurement.
     """
 
     measure: Callable[[Setup], Measurement | None]
@@ -90,7 +96,7 @@ class Sweep:
     skipped: set[Setup] = field(default_factory=set)  # setups that were not measured for lack of time
 
     def run(self) -> Measurement | None:
-        """Measure setups, and return the chosen measurement, or None if nothing could be measured."""
+        """Measure setups and return the chosen measurement, or None if no setup could be measured."""
         self._rate(self.limits.start)
         before = None
         while (best := choose(self.rows)) is not None and best != before:
@@ -102,7 +108,7 @@ class Sweep:
     def _vary(self, setup: Setup, name: str, values: Sequence[Any]) -> None:
         """Measure larger values while the rate improves.
 
-        If no larger value improves it, smaller ones are tried until the rate is 10% below the best.
+        If no larger value improves the rate, try smaller values until the rate drops to 10% below the best rate.
         """
         start = best = self._rate(setup)
         index = values.index(getattr(setup, name))
@@ -118,7 +124,10 @@ class Sweep:
             best = max(best, rate)
 
     def _rate(self, setup: Setup, best: float = 0.0) -> float:
-        """Return the tokens per second of a setup, or 0 if it can't be measured. Remeasure rates far below `best`."""
+        """Return a setup's tokens per second, or 0 if it can't be measured.
+
+        Rates far below `best` are measured twice.
+        """
         known = next((row for row in self.rows if row.setup == setup), None)
         if known is not None:
             return known.tokens_per_s
@@ -138,7 +147,7 @@ class Sweep:
         return self.rows[-1].tokens_per_s
 
     def _has_time(self, setup: Setup) -> bool:
-        """Estimate whether a measurement would end in time, based on the fastest one and the number of slots."""
+        """Estimate whether a measurement would end in time, based on the shortest one and the number of slots."""
         slots = setup.n_parallel or 1
         expected = [row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows]
         if self.clock() + min(expected, default=0.0) <= self.deadline:

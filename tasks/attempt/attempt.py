@@ -1,13 +1,12 @@
 """Run one attempt at a job in a worker. The job's stream always ends exactly once, and Celery gets the matching state.
 
-A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS.
-A job that was revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED.
-A job at its soft or hard time limit ends with `done` (`timeout`), and the state is FAILURE.
-A job with an invalid payload, an engine error or a bug ends with `error`, and the state is FAILURE with JobFailed.
-A job that has crashed its workers repeatedly ends with `error` (`dead`), and the state is FAILURE with JobFailed.
-A job that is missing from the ledger ends with `error`, and the state is FAILURE with JobFailed.
-If the worker stops, the message is queued again, and another attempt ends the stream and sets the state.
-If another attempt has started, that attempt ends the stream and sets the state.
+A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS. A job that
+was revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED. A job that reaches its
+soft or hard time limit ends with `done` (`timeout`), and the state is FAILURE. A job with an invalid payload, an engine
+error or a bug ends with `error`, and the state is FAILURE with JobFailed. A job that has crashed its workers repeatedly
+ends with `error` (`dead`), and the state is FAILURE with JobFailed. A job that is missing from the ledger ends with
+`error`, and the state is FAILURE with JobFailed. If the worker stops, the message is queued again, and another attempt
+ends the stream and sets the state. If another attempt has started, that attempt ends the stream and sets the state.
 
 `JobAttempt.execute` runs the whole attempt: it passes the quarantine, starts the attempt in the ledger, calls the
 handler for the kind of job (`HANDLERS`), and ends the attempt. Everything runs on the job's pool thread, except the
@@ -110,7 +109,8 @@ UNKNOWN_MESSAGE = (
     "with cellama's header {}; send it again as a new job without this header"
 )
 REFUSED_MESSAGE = (
-    "Redis refuses a command from the worker ({}); check the permissions of its user and the configuration of Redis"
+    "Redis refuses a command from the worker ({}); check the permissions of the worker's Redis user, and the Redis "
+    "configuration"
 )
 STOP_MESSAGE = "the worker is stopping"
 HANDED_OVER = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # after these another attempt ends the job
@@ -208,7 +208,7 @@ class JobAttempt:
             self._runtime.middlewares.call(Middleware.after_first_token, self._context)
 
     def _result_or_end(self) -> Result:
-        """Return the result of the handler for this kind of job. Any failure ends the stream and is raised."""
+        """Return the result of the handler for this kind of job. Any failure ends the stream and is re-raised."""
         try:
             if self._attempt.verdict == "dead":
                 raise JobFailed(DEAD, DEAD_MESSAGE.format(self._attempt.num_failures - 1))
@@ -274,7 +274,7 @@ class JobAttempt:
             raise Ignore()
 
     def _hand_back(self) -> None:
-        """Write all tokens to the journal, and raise Reject to queue the message again."""
+        """Write all tokens to the journal, and raise Reject to requeue the message."""
         self._stream.hand_back()
         self._stream.ended.result()
         try:
@@ -290,8 +290,8 @@ class JobAttempt:
     def _end_unknown(self) -> JobFailed:
         """End a job that is not in the ledger although its message has cellama's header.
 
-        The message may be a copy that belongs to an expired job, or may come from plain Celery. Raises Ignore if Celery
-        already has the job's end.
+        The message may be a copy that belongs to an expired job, or may have been sent by plain Celery. Raises Ignore
+        if Celery already has the job's end.
         """
         if self._retry_redis(self._task.AsyncResult(self.job_id).ready):
             raise Ignore()
@@ -310,7 +310,7 @@ class JobAttempt:
             raise Ignore()
 
     def _when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
-        """Call `stop` when the job is interrupted. `stop` must cancel the requests of this attempt."""
+        """Call `stop` when the job is interrupted. `stop` must cancel this attempt's requests."""
 
         def interrupted(reason: Interruption) -> None:
             if reason in HANDED_OVER:  # so that the end of the request does not become the end of the job
@@ -342,7 +342,7 @@ class JobAttempt:
     # The model and adapters of the first attempt, which later attempts must also have
 
     def _model(self, model_id: str) -> Model:
-        """Hold the job's model until the attempt ends. Raises UnknownModel, or Ignore while the model is unloading."""
+        """Hold the job's model until the attempt ends. Raises UnknownModel, or Ignore if the model is unloading."""
         first = self._past.provenance
         if first is not None and model_id == names.DEFAULT_MODEL:  # the default model may have changed
             models = self._runtime.manager.models()
@@ -355,12 +355,12 @@ class JobAttempt:
         raise self._hand_over()
 
     def _hand_over(self) -> Ignore:
-        """Interrupt this attempt, so that another worker, or later this worker, resumes the job."""
+        """Interrupt this attempt so that another worker, or this worker later on, resumes the job."""
         self._control.interrupt(Interruption.HANDED_BACK)
         return Ignore()
 
     def _sampling_defaults(self, model: Model) -> Mapping[str, object]:
-        """Return the sampling defaults that the model had at the first attempt."""
+        """Return the sampling defaults that the model had during the first attempt."""
         return model.options.sampling_defaults if self._past.provenance is None else self._past.provenance.sampling
 
     def _provenance(
@@ -388,7 +388,7 @@ class JobAttempt:
         log.info(
             "job handed over",
             job_id=self.job_id,
-            detail="the first attempt had a different model, adapters or llguidance version; another worker resumes "
+            detail="the first attempt used a different model, adapter or llguidance version; another worker resumes "
             "the job",
         )
         time.sleep(HAND_BACK_DELAY_S)
@@ -552,7 +552,7 @@ class JobAttempt:
         return self._done(result)
 
     def _done(self, result: Result) -> Result:
-        """End the stream of a job whose end no engine reports, and return the result."""
+        """End the stream of a job whose end is not reported by an engine, and return the result."""
         usage = cast(Usage, result.get("usage") or usage_of())
         self._end_stream(events.done("stop", usage), result)
         log.info("job finished", job_id=self.job_id, model=result["model"], prompt_tokens=usage["prompt_tokens"])

@@ -48,7 +48,7 @@ def adapters_of_lines(job: ChunkJob) -> set[str]:
 
 
 def has_constrained_lines(job: ChunkJob, defaults: Mapping[str, object]) -> bool:
-    """Return whether any line has constrained text."""
+    """Return whether the text of any line is constrained."""
     return any(line.kind in ("generate", "chat") and is_constrained(line.params, defaults) for line in job.lines)
 
 

@@ -57,12 +57,12 @@ class RequestExtras:
 
 
 def share_of(attempt: Attempt) -> Share:
-    """Return the share of the slots that the requests of an attempt count towards."""
+    """Return the share of the slots that an attempt's requests count towards."""
     return Share(attempt.fairness_key, attempt.fairness_weights, get_settings().prefill_cost)
 
 
 def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
-    """Return the request that prefills a prompt and samples nothing. Raises EngineError or InvalidJob."""
+    """Return the request that prefills a prompt without sampling. Raises EngineError or InvalidJob."""
     return Request(
         id=extras.id,
         prompt=(*extras.parent, *prefill_tokens(model, job)),
@@ -78,7 +78,7 @@ def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
 
 
 def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
-    """Return the tokens to prefill. A conversation's tokens end before the reply, so that all replies share them."""
+    """Return the tokens to prefill. A conversation's tokens end before the reply, so all replies share them."""
     if job.prompt is not None:
         model.require("generate")
         return _tokens_of(model, job.prompt, job.parent_key)
@@ -95,7 +95,7 @@ def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) ->
 
 
 def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens of a prediction, without special tokens because it follows a prompt."""
+    """Return the tokens of a prediction, without special tokens because the prediction follows a prompt."""
     if isinstance(prediction, str):
         prediction = model.tokenize(prediction, add_special=False)
     return tuple(prediction or ())
@@ -183,7 +183,7 @@ def _prompt_of(
 def _check_signatures(
     messages: Sequence[Message], options: ChatOptions, signer: Signer, parent_key: str | None
 ) -> None:
-    """Raise InvalidJob if reasoning does not match its signature after these messages and this parent."""
+    """Raise InvalidJob if reasoning does not match its signature, given these messages and this parent."""
     conversation = options.all_of(messages)
     if (wrong := signer.first_wrong(conversation, parent_key)) is not None:
         index = wrong - len(conversation) + len(messages)
@@ -197,8 +197,9 @@ def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters
     """Return a context's tokens, which are read from this worker, its directory of KV states, or Redis.
 
     A context is used only if its tokens have the given key for the job's scope and adapters. Otherwise the key counts
-    as unknown, so no error reveals whether another scope has the key. The context is stored in Redis for as long as the
-    job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter or RedisError.
+    as unknown, so no error reveals whether the key exists in another scope. The context is stored in Redis for as long
+    as the job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter or
+    RedisError.
     """
     redis, settings = runtime.redis, runtime.settings
     ttl_s = max(settings.result_ttl_s, settings.journal_ttl_s)

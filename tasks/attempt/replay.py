@@ -52,7 +52,7 @@ class ChatReplay:
         )
 
     def request(self, extras: RequestExtras, retry_redis: Callable[[Callable[[], Found]], Found]) -> Request:
-        """Return the request of the chat, and set `fields`. Raises the errors of `request_of`."""
+        """Return the chat's request, and set `fields`. Raises the errors of `request_of`."""
         conversation, settings = self._conversation, self._runtime.settings
         if not conversation.has_replies:
             return self._rendered(extras)

@@ -63,7 +63,7 @@ def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: flo
     except TimeoutError:
         handle.cancel()
         message = (
-            f"timeout: {timeout_s} s passed before all texts were computed; raise the timeout, or send fewer texts"
+            f"timeout: {timeout_s} s passed before all texts were computed; increase the timeout, or send fewer texts"
         )
         raise JobFailed("timeout", message) from None
 

@@ -109,7 +109,7 @@ class JobLimits:
         """Return how many more jobs each queue may deliver, given the jobs that are already `held`.
 
         A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a worker can hold
-        two chunks for a model, and the second chunk gets the slots that the first one no longer needs.
+        two chunks for a model, and the second chunk gets the slots that the first chunk no longer needs.
         """
         return self._remaining(queues, held, self._limit)
 
@@ -147,9 +147,9 @@ class QueueReader:
     of its cycle, so models take turns. Within a model, more urgent lists come first.
 
     When Redis replies to a BRPOP (`_read`), a script takes a job in the ledger, together with a page of further jobs
-    (`_take`). The message in the reply is only a ticket: it stands for the next job of its list, which may be another
-    one. Then kombu delivers the message of each job: it records the message in `LedgerQoS`, and calls Celery's
-    consumer.
+    (`_take`). The message in the reply is only a ticket: it stands for the next job in its list, which may be a
+    different job. Then kombu delivers the message of each job: it records the message in `LedgerQoS`, and calls
+    Celery's consumer.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class QueueReader:
         return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
 
     def keep_messages(self) -> None:
-        """Keep the messages when the channel of a lost connection is closed, so that the next one can adopt them."""
+        """Keep the messages when the channel of a lost connection is closed, so the next channel can adopt them."""
         self._qos.restore_at_shutdown = False
 
     # Requests
@@ -214,7 +214,7 @@ class QueueReader:
         return [queue for queue, free in capacity.items() if free and not self._is_left(queue)]
 
     def _is_left(self, queue: str) -> bool:
-        """Return whether this worker leaves the jobs of a queue to other workers, which hold their prefixes."""
+        """Return whether this worker leaves a queue's jobs to other workers, which hold their prefixes."""
         return bool(self._left_until) and self._left_until.get(self._model_of(queue), 0.0) > time.monotonic()
 
     def _leave(self, queue: str, seconds: float) -> None:
@@ -248,7 +248,7 @@ class QueueReader:
                 self._disable_unblocking(error)
 
     def request_again(self) -> None:
-        """End a waiting BRPOP if it omits a model that now has capacity, so that kombu sends another BRPOP."""
+        """End a pending BRPOP if it omits a model that now has capacity, so that kombu sends another BRPOP."""
         channel = self.channel
         if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_queues()):
             return
@@ -325,7 +325,7 @@ class QueueReader:
                 time.sleep(TAKE_RETRY_S)
 
     def _page_limits(self, queue: str) -> PageLimits:
-        """Return how many messages can be taken from each list in one page, together with a message of this queue."""
+        """Return how many messages can be taken from each list in one page, together with a message from this queue."""
         job_limits = self._job_limits()
         capacity = self.capacity(self.channel.active_queues)
         for other in capacity:
@@ -363,7 +363,7 @@ def _dropping_malformed_messages() -> Iterator[None]:
 def keep_client(channel: Any) -> None:
     """Let a channel use one client for all commands.
 
-    Kombu makes a client for each command, which takes longer than the command itself.
+    Kombu creates a client for each command, which takes longer than the command itself.
     """
     clients: dict[Any, Any] = {}  # the client of the current pool
 
@@ -394,13 +394,13 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
 
     @property
     def channels(self) -> list[Any]:
-        """The channels for urgent and for bulk jobs. The list is empty while there is no connection."""
+        """Return the channels for urgent and bulk jobs. The list is empty while there is no connection."""
         if self.connection is None or self.task_consumer is None or self.bulk_consumer is None:
             return []
         return [self.task_consumer.channel, self.bulk_consumer.channel]
 
     def channel_of(self, message: Any) -> Any:
-        """Return the channel that holds a message now, or None while there is no connection."""
+        """Return the channel that now holds a message, or None while there is no connection."""
         channels = self.channels
         if not channels or any(channel.connection is None for channel in channels):
             return None
@@ -411,7 +411,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
     def connect(self) -> Any:
         """Wait until Redis accepts commands, then connect as Celery does.
 
-        Without this wait, each step of the start would fail and be retried.
+        Without this wait, each startup step would fail and be retried.
         """
         retries_s = iter(PROBE_WAITS_S)
         with redis_waits.of("the consumer") as waits:
@@ -458,13 +458,13 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
             self.bulk_consumer.cancel_by_queue(queue)
 
     def request_again(self) -> None:
-        """Request jobs of models that have gained capacity. The event loop calls this in each turn."""
+        """Request jobs for models that have gained capacity. The event loop calls this in each turn."""
         if self.channels:
             for reader in self.readers:
                 reader.request_again()
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        """Fail a job whose task is unknown to cellama, including its stream and its canvas."""
+        """End a job whose task is unknown to cellama, and fail its stream and its canvas."""
         if "task" not in message.headers:  # Celery's first protocol
             super().on_unknown_task(body, message, exc)
             return
@@ -472,7 +472,9 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
         try:
             failure = end_unknown_task(self.app, message)
         except RedisError as error:
-            log.warning("unknown task not ended", job_id=job_id, detail=f"{error}; retrying in {ACK_RETRY_S:g} s")
+            log.warning(
+                "job with unknown task not ended", job_id=job_id, detail=f"{error}; retrying in {ACK_RETRY_S:g} s"
+            )
             self.timer.call_after(ACK_RETRY_S, self.on_unknown_task, (body, message, exc))
             return
         message.ack_log_error(logging.getLogger(__name__), self.connection_errors)
@@ -553,7 +555,10 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         hub.on_tick.add(consumer.request_again)
 
     def stop(self, consumer: ReconnectingConsumer) -> None:
-        """Stop taking jobs. A message that Redis is sending is read, and returned when the channel is closed."""
+        """Stop taking jobs.
+
+        A message that Redis is already sending is read, and returned to its queue when the channel is closed.
+        """
         task_consumers = (consumer.task_consumer, consumer.bulk_consumer)
         for task_consumer, reader in zip(task_consumers, consumer.readers, strict=False):  # no readers before start
             if task_consumer is None or consumer.connection is None:

@@ -2,7 +2,7 @@
 
 Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here, the process that calls
 `revoke` records the revoke in the ledger, and so does a worker that receives a revoke from any app. Commands and
-replies are sent with a few retries, whereas Celery retries until Redis is back.
+replies are sent with a few retries, whereas Celery retries until Redis is available again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BoundedMailbox(Mailbox):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def producer_or_acquire(self, producer: Any = None, channel: Any = None) -> Iterator[Any]:
-        """Yield a producer that adds the retry policy, because kombu itself passes none."""
+        """Yield a producer that adds the retry policy, because kombu itself doesn't pass one."""
         with super().producer_or_acquire(producer, channel) as found:
             yield SimpleNamespace(publish=partial(found.publish, retry_policy=RETRY_POLICY))
 
@@ -62,7 +62,7 @@ class PersistentControl(Control):  # type: ignore[misc]
         return super().revoke(task_id, destination=destination, terminate=terminate, **options)
 
     def purge(self, connection: Connection | None = None) -> int:
-        """End all jobs that wait in the queues of models, and return the number of ended jobs."""
+        """End all jobs that are waiting in model queues, and return the number of ended jobs."""
         found: Any = self.app.backend.client.smembers(queues_key())
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
@@ -94,7 +94,7 @@ def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
 
 
 def purge_queue(app: Celery, queue: str) -> int:
-    """Cancel all jobs that wait in a model's queue, and return the number of ended jobs.
+    """Cancel all jobs that are waiting in a model's queue, and return the number of ended jobs.
 
     Running jobs are not affected. Jobs that are queued in the meantime may remain.
     """

@@ -48,11 +48,11 @@ HeldJobs = Mapping[str, Sequence[int]]  # the weights of the held messages, by q
 class LedgerQoS(QoS):  # type: ignore[misc]
     """The messages that one channel of a worker holds.
 
-    Only the main thread may call the methods, unless their docstring says otherwise.
+    Only the main thread may call a method, unless the method's docstring says otherwise.
     """
 
     def __init__(self, channel: Any, ledger: Ledger, can_take: Callable[[], bool]) -> None:
-        """Record messages of this channel. `can_take` returns whether kombu may read the next message."""
+        """Record the messages of this channel. `can_take` returns whether kombu may read the next message."""
         super().__init__(channel)
         self._ledger = ledger
         self._can_take = can_take
@@ -63,12 +63,12 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return self._can_take()
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Hold a message that this worker has taken, on this channel or on an earlier one."""
+        """Hold a message that this worker has taken, on this channel or on an earlier channel."""
         self._num_appended += 1
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
-        """Return the weights of the messages that this channel holds, except for jobs that wait for their ETA.
+        """Return the weights of the messages that this channel holds, except for jobs that are waiting for their ETA.
 
         The event loop calls this several times per turn, so the result is cached until something changes.
         """
@@ -102,7 +102,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
-        """Give a message with a later ETA back to Redis until SOON_S before its ETA. Return whether Redis accepted it.
+        """Hand a message with a later ETA back to Redis until SOON_S before its ETA. Return whether Redis accepted it.
 
         If Redis does not accept the message, this worker keeps it.
         """
@@ -119,7 +119,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return True
 
     def forget(self, message: Any) -> None:
-        """Forget a message that another worker holds, so that its capacity is free again. Thread-safe."""
+        """Forget a message that another worker holds, so its capacity becomes free again. Thread-safe."""
         if self._delivered.get(message.delivery_tag) is message:
             self._quick_ack(message.delivery_tag)
 
@@ -145,7 +145,7 @@ def _weight_of(message: Any) -> int:
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
     """Convert `eta` and `expires` from the producer's clock to the clock of this machine, which Celery uses.
 
-    The message was sent `waited_s` seconds ago. A header contains the sending time by the producer's clock.
+    The message was sent `waited_s` seconds ago. A header contains the time when it was sent, by the producer's clock.
     """
     try:
         shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])
@@ -173,7 +173,7 @@ def taken_of(message: Any) -> Taken | None:
 
 
 def forget_lost(message: Any) -> None:
-    """Stop working on a message that another worker holds now. Thread-safe."""
+    """Stop working on a message that another worker now holds. Thread-safe."""
     for request in list(state.requests.values()):
         if request.message is message:
             request.supersede()
@@ -236,8 +236,8 @@ class JobRequest(Request):  # type: ignore[misc]
     """Celery's request for a job's message. It acknowledges or rejects the message exactly once.
 
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job can end in its own
-    thread while the main thread revokes it. A second acknowledgement would raise in Celery's event loop and crash the
-    worker.
+    thread while the main thread revokes it. A second acknowledgement would raise an exception in Celery's event loop
+    and crash the worker.
 
     If the attempt is superseded, this worker no longer holds the message, so the request only forgets it.
     """
@@ -248,7 +248,7 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def maybe_expire(self) -> bool | None:
-        """Return whether the job has expired. A job that has started before never expires, but is resumed."""
+        """Return whether the job has expired. A job that has already started never expires, but is resumed."""
         expires: datetime | None = self.expires  # type: ignore[has-type]
         if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_started():
             self.expires = None
@@ -277,7 +277,7 @@ class JobRequest(Request):  # type: ignore[misc]
 
     @property
     def holds_message(self) -> bool:
-        """Whether this worker holds the message, and no other worker has taken it. Thread-safe."""
+        """Return whether this worker holds the message, and no other worker has taken it. Thread-safe."""
         return not self.acknowledged and not self._is_superseded
 
     def supersede(self) -> None:
@@ -286,7 +286,7 @@ class JobRequest(Request):  # type: ignore[misc]
             control.interrupt(Interruption.SUPERSEDED)
 
     def _forget_message(self) -> None:
-        """Forget the message without settling it, so that its capacity in this worker is free again."""
+        """Forget the message without settling it, so its capacity in this worker becomes free again."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:

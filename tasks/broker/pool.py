@@ -27,7 +27,7 @@ DRAIN_PUMP_S = 0.1  # how often acknowledgements and timers run while the pool s
 
 
 class Interruption(IntEnum):
-    """The reason why an attempt must end early. A reason with a higher value replaces a lower one."""
+    """The reason why an attempt must end early. A reason with a higher value replaces a reason with a lower value."""
 
     HANDED_BACK = 1  # the worker exits, and another worker continues the job
     SOFT_LIMIT = 2
@@ -50,7 +50,7 @@ class JobControl:
         self._lock = threading.Lock()
 
     def when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
-        """Call `stop` when the job is interrupted, or immediately if it already is."""
+        """Call `stop` when the job is interrupted, or immediately if the job is already interrupted."""
         with self._lock:
             self._stop = stop
             reason = self.interruption
@@ -71,17 +71,17 @@ class JobControl:
         self.interrupt(Interruption.CANCELLED)
 
     def claim_outcome(self, outcome: str) -> bool:
-        """Return whether the job ends with this outcome, which is the first one that was claimed.
+        """Claim an outcome for the job, and return whether the job ends with this outcome, which was claimed first.
 
-        A revoke can arrive while a failing job ends. Otherwise Celery could store REVOKED, and the stream end with the
-        error.
+        A revoke can arrive while a failing job is ending. Without this claim, Celery could store REVOKED while the
+        stream ends with the error.
         """
         with self._lock:
             self._outcome = self._outcome or outcome
             return self._outcome == outcome
 
     def claim_end(self) -> bool:
-        """Return True for the first caller, which is the only one that may report the end of the job to Celery."""
+        """Return True for the first caller, which is the only caller that may report the job's end to Celery."""
         with self._lock:
             first, self._ended = not self._ended, True
         return first
@@ -180,7 +180,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
             job[0].terminate(signal)
 
     def on_stop(self) -> None:
-        """Let running jobs finish until the deadline, and hand back the others.
+        """Let running jobs finish until the deadline, and hand back the remaining jobs.
 
         Celery's acknowledgements and timers run in the meantime.
         """

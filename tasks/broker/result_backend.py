@@ -112,7 +112,7 @@ def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
 
 
 def skip_storing(task: Task, end: CeleryEnd | None, control: JobControl) -> None:
-    """Let Celery skip the two steps that the script took with the last event: storing the result and acknowledging."""
+    """Let Celery skip the steps that the script already took: storing the result and acknowledging the message."""
     if end is not None and end.result is not None:
         control.is_settled = True  # JobRequest then only forgets the message
         setattr(task.request, IS_STORED, True)
@@ -161,7 +161,7 @@ def _ignores_result(task: Task, request: Context) -> bool:
 
 
 def request_of(message: bytes | None) -> Context | None:
-    """Return the context that Celery makes from a message when it runs the job, or None for a malformed message."""
+    """Return the context that Celery creates from a message when it runs the job, or None for a malformed message."""
     if not message:
         return None
     try:
@@ -177,7 +177,7 @@ def request_of(message: bytes | None) -> Context | None:
 
 
 def _send_next(app: Celery, request: Context, result: Result) -> None:
-    """Send the callbacks of a job, and the next step of its chain, as Celery does (celery.app.trace)."""
+    """Send a job's callbacks and the next step of its chain, as Celery does (celery.app.trace)."""
     parents = {"parent_id": request.id, "root_id": request.root_id}
     for callback in request.callbacks or ():
         send_next_step(app, signature(callback, app=app).apply_async, (result,), **parents)
@@ -305,7 +305,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return super()._wait_for_pending(result, on_interval=check, **options)
 
     def unserved_wait(self) -> UnservedWait:
-        """Return the check of unserved jobs for a caller that starts to wait now."""
+        """Return the check for unserved jobs, for a caller that is starting to wait."""
         settings, redis, store = get_settings(), self.client, partial(end_without_worker, self.app)
         jobs = UnservedJobs(
             redis,

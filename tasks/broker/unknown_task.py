@@ -1,6 +1,6 @@
 """End jobs whose task cellama doesn't have, because its name is misspelt or only newer workers have the task.
 
-Celery itself stores only a NotRegistered error. The stream of the job, its errbacks and its chord would never end.
+Celery itself stores only a NotRegistered error, so the job's stream, errbacks and chord would never end.
 """
 
 from __future__ import annotations

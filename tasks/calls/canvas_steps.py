@@ -1,8 +1,8 @@
 """Handle jobs that are steps of a canvas, and the user's own steps that follow a job.
 
-cellama's tasks are also in the registries of the other Celery apps in a process, where they stay bound to cellama's
-app. So if `generate` is the next step of a chain, a worker of a user's app sends it to cellama's Redis. The step is
-checked and recorded in the ledger like any other job.
+The registries of the other Celery apps in a process also contain cellama's tasks, which stay bound to cellama's app. So
+if `generate` is the next step of a chain, a worker of a user's app sends it to cellama's Redis. The step is checked and
+recorded in the ledger like any other job.
 
 A cellama worker sends the steps that follow a job, but it has neither the user's tasks nor the routes of their app. The
 process that queues the job has both, so it adds the queue to the steps (`route_steps`).
@@ -45,7 +45,7 @@ ROUTE_OPTIONS = ("queue", "exchange", "routing_key")  # options that determine t
 
 
 def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJob) -> AsyncResult:
-    """Fail a step, together with all steps that wait for it. The preceding task stays successful."""
+    """Fail a step, together with all steps that are waiting for it. The preceding task remains successful."""
     job_id = options.get("task_id") or uuid()
     context = Context(
         id=job_id,
@@ -94,7 +94,7 @@ def share_tasks(app: Celery, task_class: type[Task]) -> None:
 def route_steps(options: dict[str, Any], own_class: type[Celery]) -> None:
     """Replace the steps in the options of a call with steps that name their queue.
 
-    It is the queue that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
+    This is the queue that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
     unchanged if it already names its queue, or if no other app of this process could send it. Raises InvalidJob if an
     app has no such queue.
     """
@@ -104,7 +104,7 @@ def route_steps(options: dict[str, Any], own_class: type[Celery]) -> None:
 
 
 def _routed(step: Any, own_class: type[Celery]) -> Any:
-    """Return a copy of a step, or of a list of steps, in which each step of the user has its queue."""
+    """Return a copy of a step, or of a list of steps, in which each of the user's steps names its queue."""
     if isinstance(step, list | tuple):
         return [_routed(part, own_class) for part in step]
     if not isinstance(step, dict):
@@ -130,7 +130,10 @@ def _name_of(task: str, kwargs: dict[str, Any]) -> str:
 
 
 def _app_of(step: dict[str, Any], name: str, own_class: type[Celery]) -> Celery | None:
-    """Return the user's app that has the task. If none has it, return the nearest app, whose workers may have it."""
+    """Return the user's app that has the task.
+
+    If no app has it, return the nearest app, whose workers may have the task.
+    """
     others = [app for app in active_apps() if not isinstance(app, own_class)]
     if not others:
         return None

@@ -1,9 +1,9 @@
 """Turn task calls into messages, and queue the messages.
 
 This takes three steps. First, Celery's options are settled for a job, or refused with a remedy (docs/canvas.md). Next,
-Celery and kombu build the message, so that any Celery worker can read it, or the message is made from the text of an
-earlier message, which is much faster. Finally, a script pushes the message together with the job's ledger entry, so
-that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to Redis.
+Celery and kombu build the message, so that any Celery worker can read it. Alternatively, the message is built from the
+text of an earlier message, which is much faster. Finally, a script pushes the message together with the job's ledger
+entry, so that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to Redis.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ IN_WORKERS_ONLY = (
     "start a worker (`cellama up`)"
 )
 ONE_AFTER_ANOTHER = (
-    "chunks runs many calls one after another within one job; use group(...), or {task}_many of a client, so that the "
-    "slots of a worker run them at the same time"
+    "chunks runs many calls one after another within one job; use group(...), or {task}_many of a client, so that a "
+    "worker's slots run them at the same time"
 )
 
 
@@ -82,7 +82,7 @@ def settle_options(app: Celery, options: dict[str, Any], model: str, payload_pri
     if options.get("task_id") is None:
         options.pop("task_id", None)
     elif not isinstance(options["task_id"], str) or not options["task_id"]:
-        raise InvalidJob(f"task_id: {options['task_id']!r} is not valid; give a non-empty string")
+        raise InvalidJob(f"task_id: {options['task_id']!r} is not valid; use a non-empty string")
     options["queue"] = _queue_of(options, queue_name(model))
     options["priority"] = _priority_of(options.get("priority"), payload_priority)
 
@@ -101,17 +101,18 @@ def _queue_of(options: dict[str, Any], model_queue: str) -> str:
         kinds.add(exchange.type)
         exchange = exchange.name
     if queue is not None and (not isinstance(queue, str) or not queue):
-        raise InvalidJob(f"queue: {queue!r} is not valid; give a name, or a kombu.Queue with a name")
+        raise InvalidJob(f"queue: {queue!r} is not valid; pass a name, or a kombu.Queue with a name")
     queue = model_queue if queue is None or is_model_queue(queue) else queue
     for name, value in (("exchange", exchange), ("routing_key", routing_key)):
         if value not in (None, "", queue):
             raise InvalidJob(
-                f"{name}: {value!r} is not supported; jobs go directly into a queue, here {queue!r}, so omit {name}"
+                f"{name}: {value!r} is not supported; jobs are sent directly to a queue, here {queue!r}, so omit {name}"
             )
     if kinds != {"direct"}:
         others = ", ".join(sorted(kinds - {"direct"}))
         raise InvalidJob(
-            f"queue: {queue!r} has an exchange of type {others}; jobs go directly into a queue, so omit the exchange"
+            f"queue: {queue!r} has an exchange of type {others}; jobs are sent directly to a queue, so omit the "
+            "exchange"
         )
     return queue
 
@@ -120,19 +121,19 @@ def _priority_of(given: Any, payload_priority: int | None) -> int | None:
     if payload_priority is not None or given is None:
         return payload_priority
     if isinstance(given, bool) or not isinstance(given, int) or given not in PRIORITIES:
-        raise InvalidJob(f"priority: {given!r} is not valid; give a whole number from 0 (most urgent) to 9")
+        raise InvalidJob(f"priority: {given!r} is not valid; use a whole number from 0 (most urgent) to 9")
     return given
 
 
 def _check_connection(app: Celery, connection: Connection | None) -> None:
-    """Raise InvalidJob if a connection does not lead to the app's Redis."""
+    """Raise InvalidJob if a connection is not to the app's Redis."""
     if connection is None:
         return
     expected = app.connection_for_write()
     addresses = [(c.transport_cls, c.hostname, c.port, str(c.virtual_host or 0)) for c in (connection, expected)]
     if addresses[0] != addresses[1]:
         raise InvalidJob(
-            f"connection: {connection.as_uri()} is not the Redis of the settings; omit connection, or set "
+            f"connection: {connection.as_uri()} is not the Redis server in the settings; omit connection, or set "
             "CELLAMA_REDIS_URL"
         )
 
@@ -151,7 +152,7 @@ def delay_s(app: Celery, options: dict[str, Any]) -> float:
 def timeout_of(kwargs: Any, priority: int) -> float | None:
     """Return a job's timeout in seconds, or None if it has no timeout.
 
-    If the call does not set a timeout, the default timeout of the settings applies, except to bulk jobs. An invalid
+    If the call does not set a timeout, the default timeout from the settings applies, except to bulk jobs. An invalid
     value also yields None. Only plain Celery can send such a value, and a worker refuses the job.
     """
     if "timeout" in kwargs:
@@ -174,7 +175,7 @@ def plain_priority(kwargs: Any, given: Any) -> int:
 def plain_queue(kwargs: Any, args: Any, routing_key: str) -> str:
     """Return the queue for a message from plain Celery.
 
-    If the message was sent to a model's queue, it stays in this queue. Otherwise, it goes to the queue of the job's
+    If the message was sent to a model's queue, it stays in this queue. Otherwise, it is sent to the queue of the job's
     model.
     """
     if is_model_queue(routing_key):
@@ -238,7 +239,7 @@ class Template:
     """The message of a job and its `task-sent` event, into which other jobs' values can be inserted."""
 
     def __init__(self, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
-        """Make a template from a message that Celery has built.
+        """Create a template from a message that Celery has built.
 
         `payload_json` is the list of args and kwargs in the message's body. `trace_headers` names headers whose value
         differs from job to job. Raises KeyError or ValueError if the message does not have the expected format.
@@ -268,10 +269,10 @@ class Template:
         clock: int | None,
         trace: Mapping[str, str] | None = None,
     ) -> Message:
-        """Return the message of another job.
+        """Return the message for another job.
 
         Flower shows `argsrepr` and `kwargsrepr`. `clock` is Celery's logical clock. If it is None, the message has no
-        event. `trace` has the values of the trace headers.
+        event. `trace` contains the values of the trace headers.
         """
         values = {
             ID: quoted(job_id),
@@ -325,7 +326,10 @@ class Templates:
         return self._templates.get(key)
 
     def learn(self, key: Hashable, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
-        """Make a template from a message. If this fails, later messages with the same key get no template either."""
+        """Create a template from a message.
+
+        If this fails, later messages with the same key don't get a template either.
+        """
         if key in self._templates or len(self._templates) >= self.MAX_TEMPLATES:
             return
         try:
@@ -359,7 +363,7 @@ class Collector(Producer):  # type: ignore[misc]
         declare: Iterable[Any],
         *_: Any,
     ) -> None:
-        """Declare the exchange of events once. A Redis list does not have to be declared."""
+        """Declare the event exchange once. A Redis list does not have to be declared."""
         channel = self.channel
         if exchange and exchange not in channel.state.exchanges:
             for entity in declare:
@@ -380,7 +384,7 @@ class Collector(Producer):  # type: ignore[misc]
 
 
 class TemplateKey(NamedTuple):
-    """The values that messages must share, in addition to queue and priority, to be made from one template."""
+    """The values, in addition to queue and priority, that messages must share so that one template can produce them."""
 
     task: str
     is_bulk: bool  # `JobTask` publishes single jobs and bulk jobs in two ways, with different headers
@@ -419,7 +423,7 @@ class _Messages(contextlib.ExitStack):
         self.has_listeners = True  # whether a program may be subscribed to Celery's events
 
     def message(self, job: Checked, with_event: bool) -> Message:
-        """Return the message of a job. `with_event` adds a `task-sent` event even if no program is subscribed."""
+        """Return a job's message. `with_event` adds a `task-sent` event even if no program is subscribed."""
         if self._template_key is None or not job.fits_template:
             return self._built(job)
         options = job.options
@@ -455,9 +459,9 @@ def enqueue(
 ) -> Iterator[bool]:
     """Queue jobs in order. For each job, yield True if it is new, or False if its idempotency key was used before.
 
-    While Redis runs the script for a page of jobs, the messages of the next page are made. If no program received the
+    While Redis runs the script for a page of jobs, the messages of the next page are built. If no program received the
     events of a page, only the first job of each later page has an event, until a program receives one. With
-    `template_key`, messages are made from templates.
+    `template_key`, messages are built from templates.
 
     Raises RedisError, LimitReached, and InvalidJob if an idempotency key belongs to another job. The jobs that were
     yielded before the error are queued, and the jobs of the next page may be queued.
@@ -517,7 +521,7 @@ def _rejecting() -> Iterator[None]:
         _, num_jobs, limit, name = str(error).split(" ", 3)
         setting, key = ("model_limits", model_of(name[1:])) if name.startswith("/") else ("fairness_limits", name)
         raise LimitReached(
-            f"{setting}: with this call, {key!r} would have {num_jobs} jobs that wait or run, and its limit is "
+            f"{setting}: with this call, {key!r} would have {num_jobs} waiting or running jobs, and its limit is "
             f"{limit}; retry later, or raise the limit"
         ) from None
 

@@ -1,4 +1,4 @@
-"""The types that all tasks share, for type checkers, because Celery itself has no types.
+"""The types that all tasks share, for type checkers, because Celery itself is not typed.
 
 The types of each task are in `tasks/typed_tasks.py`. Signatures and groups have Celery's types.
 """

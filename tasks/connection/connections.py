@@ -143,7 +143,7 @@ def lua_source(package: str, *names: str) -> str:
 
 
 def seconds_of(reply: Any) -> float:
-    """Convert a reply to TIME into Unix seconds."""
+    """Convert the reply to a TIME command into Unix seconds."""
     seconds, micros = reply
     return float(seconds) + float(micros) / 1e6
 

@@ -281,7 +281,7 @@ def set_qos(channel: Any, qos: Any) -> None:
 
 
 def waits_for_message(channel: Any) -> bool:
-    """Return whether the channel waits for a reply to BRPOP."""
+    """Return whether the channel is waiting for a reply to BRPOP."""
     return bool(channel._in_poll)
 
 
@@ -346,7 +346,7 @@ def socket_of(connection: Any) -> Any:
 
 
 def streams_of(connection: Any) -> tuple[StreamReader, StreamWriter]:
-    """Return the streams of an open connection of redis.asyncio, to read replies with another parser."""
+    """Return the streams of an open redis.asyncio connection, so that another parser can read replies."""
     require_parts(*READER_PARTS)
     return connection._reader, connection._writer
 

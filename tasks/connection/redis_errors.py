@@ -1,9 +1,9 @@
 """Find out which Redis errors are temporary, convert errors for callers, and refuse servers that cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
-replies are command errors in redis-py, so neither redis-py nor kombu nor Celery waits and retries. cellama's
-connections raise them as connection errors instead (`RefusedForNow`). So code that waits for an unreachable Redis also
-waits in these cases.
+replies are command errors in redis-py, so neither redis-py nor kombu nor Celery waits and retries. In cellama,
+connections raise these replies as connection errors instead (`RefusedForNow`). So code that waits for an unreachable
+Redis also waits in these cases.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from cellama.tasks.contract.keys import write_probe_key
 log = event_logger(__name__)
 
 CLUSTER = (
-    "CELLAMA_REDIS_URL: the server is a node of a Redis Cluster, where the keys of one job can be on different nodes; "
-    "use a single server, or one with replicas and sentinels (docs/redis.md)"
+    "CELLAMA_REDIS_URL: the server is a node of a Redis Cluster, where the keys of one job can be on different "
+    "nodes; use a single server, or a server with replicas and sentinels (docs/redis.md)"
 )
 _CLUSTER_ERRORS = (ClusterCrossSlotError, MovedError)
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError, OperationalError)
@@ -178,7 +178,7 @@ def probe_writes(redis: Redis) -> None:
 
 
 class UnfitRedis(Exception):
-    """cellama can't use this Redis server. The message states the reason."""
+    """The Redis server doesn't meet cellama's requirements. The message states the reason."""
 
 
 class ServerCheck:
@@ -277,7 +277,7 @@ def credentials_refused(error: AuthenticationError, url: str | None = None) -> R
             f"{refused} ({error}): it is not the Redis that `cellama up` last started, whose password is in "
             f"{password_file}; stop this server, or delete that file to use this server"
         )
-    return RedisRefused(f"{refused}: it requires a password; add it to the URL: {forms}")
+    return RedisRefused(f"{refused}: it requires a password; add the password to the URL: {forms}")
 
 
 def _unreachable(error: BaseException, url: str | None, job_id: str | None) -> RedisUnreachable | RedisFull:
@@ -308,7 +308,7 @@ def _unreachable(error: BaseException, url: str | None, job_id: str | None) -> R
 
 
 def _failed_to_connect(error: BaseException) -> bool:
-    """Return whether there was no connection, so that Redis received no command."""
+    """Return whether Redis received no command, because there was no connection."""
     return isinstance(error.__context__, (ConnectionRefusedError, FileNotFoundError, socket.gaierror))
 
 

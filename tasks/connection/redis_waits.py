@@ -1,6 +1,6 @@
 """Run threads that use Redis periodically, and that wait while Redis is unreachable.
 
-Many threads of a process wait and retry during an outage, but the outage is logged once.
+Many threads of a process wait and retry during an outage, but the outage is logged only once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RedisWaits:
                 self._since = time.monotonic()
         if first:
             event = "Redis refuses commands" if isinstance(error, RefusedForNow) else "Redis does not answer"
-            log.warning(event, waiter=waiter, detail=f"{error}; all work that needs Redis waits")
+            log.warning(event, waiter=waiter, detail=f"{error}; all work that needs Redis is paused")
 
     def ended(self, waiter: str) -> None:
         """Record that `waiter` has stopped waiting. You can call this even if `started` was never called."""

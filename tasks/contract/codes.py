@@ -49,14 +49,19 @@ CODES: dict[str, Code] = {
         Code(
             "invalid_request", "a parameter or a text is invalid; the message names it and the remedy", 400, Exit.USAGE
         ),
-        Code("prompt_too_long", "the prompt can never fit into a slot", 400, Exit.USAGE),
+        Code("prompt_too_long", "the prompt is too long for a slot", 400, Exit.USAGE),
         Code(
-            "template_failed", "the model has no chat template, or its template refused the messages", 400, Exit.USAGE
+            "template_failed", "the model has no chat template, or its template rejected the messages", 400, Exit.USAGE
         ),
         Code("wrong_capability", "the model is not loaded for this task", 400, Exit.USAGE),
-        Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400, Exit.USAGE),
+        Code(
+            "grammar_failed",
+            "the combination of grammar, biases and `ignore_eos` does not allow any token",
+            400,
+            Exit.USAGE,
+        ),
         Code("unknown_model", "no live worker serves the model or reads the queue", 404, Exit.UNREACHABLE),
-        Code("unknown_adapter", "the model has no adapter of that name", 404, Exit.USAGE),
+        Code("unknown_adapter", "the model has no adapter with that name", 404, Exit.USAGE),
         Code(
             "unknown_key", "the context of the `parent_key` has expired, or belongs to another scope", 404, Exit.USAGE
         ),
@@ -64,10 +69,10 @@ CODES: dict[str, Code] = {
         Code("unknown_worker", "no live worker has that name", 404, Exit.UNREACHABLE),
         Code("adapter_busy", "the adapter is in use and can't be unloaded now", 409, retryable=True),
         Code("model_busy", "the model is in use and can't be unloaded now", 409, retryable=True),
-        Code("model_changed", "no worker has the model and adapters with which the job started", 409, retryable=True),
+        Code("model_changed", "no worker has the model and adapters that the job started with", 409, retryable=True),
         Code(
             "grammar_changed",
-            "no worker has the version of llguidance with which the job's constrained generation started",
+            "no worker has the llguidance version that the job's constrained generation started with",
             409,
             retryable=True,
         ),
@@ -77,16 +82,14 @@ CODES: dict[str, Code] = {
         Code("queue_full", "the engine's waiting queue is at its limit", 429, retryable=True),
         Code("limit_reached", "the tenant or the model has as many jobs as its limit allows", 429, retryable=True),
         Code("cancelled", "the job was cancelled", 499),
-        Code(
-            "dead", "each of several workers crashed while it ran the job; `cellama dead requeue` queues it again", 500
-        ),
-        Code("decode_failed", "llama.cpp refused the tokens of this request", 500, retryable=True),
+        Code("dead", "several workers crashed while running the job; `cellama dead requeue` queues it again", 500),
+        Code("decode_failed", "llama.cpp rejected the tokens of this request", 500, retryable=True),
         Code("refused", "Celery refused the message before the job started", 500),
         Code("model_load_failed", "the model's source is missing, damaged or not supported", 500),
         Code("adapter_load_failed", "the adapter's file is missing, damaged, or made for another model", 500),
         Code("manager_exists", "the process already has a model manager", 500),
         Code("no_worker", "a task was called in a process that is not a worker; queue the task instead", 500),
-        Code("internal_error", "an unexpected error; the worker's log has its traceback", 500),
+        Code("internal_error", "an unexpected error occurred; the worker's log contains the traceback", 500),
         Code(
             "redis_refused",
             "Redis refuses a command permanently: a permission is missing, or a key has another type",
@@ -96,14 +99,14 @@ CODES: dict[str, Code] = {
         Code("engine_stopped", "the engine was closed, or its thread died", 503, retryable=True),
         Code(
             "redis_unreachable",
-            "Redis does not answer, or temporarily accepts no commands",
+            "Redis does not answer, or temporarily refuses commands",
             503,
             Exit.UNREACHABLE,
             retryable=True,
         ),
         Code(
             "timeout",
-            "the timeout of the caller or of the job has passed",
+            "the caller's or the job's timeout has passed",
             504,
             Exit.TIMEOUT,
             retryable=True,
@@ -115,7 +118,7 @@ CODES: dict[str, Code] = {
 
 
 def meaning_of(code: str) -> Code:
-    """Return the table row of a code. An unknown code, for example from a newer worker, gets HTTP status 500."""
+    """Return a code's table row. An unknown code, for example from a newer worker, gets HTTP status 500."""
     return CODES.get(code) or Code(code, "unknown error code", 500)
 
 
@@ -123,8 +126,8 @@ _REDIS_CODES = ("redis_unreachable", "redis_refused", "redis_full")
 
 
 def message_for_clients(code: str, message: str) -> str:
-    """Return the message of an error for clients of a service.
+    """Return the error message to send to clients of a service.
 
-    Messages of Redis errors contain the host, port and user of Redis, so clients get the meaning of the code instead.
+    Messages of Redis errors contain the Redis host, port and user, so clients get the meaning of the code instead.
     """
     return meaning_of(code).meaning if code in _REDIS_CODES else message

@@ -31,17 +31,17 @@ class JobError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later."""
+        """Return whether the same call may succeed later."""
         return meaning_of(self.code).retryable
 
     @property
     def http_status(self) -> int:
-        """The HTTP status for a web backend, which is 500 for an unknown code."""
+        """Return the HTTP status for a web backend, which is 500 for an unknown code."""
         return meaning_of(self.code).http_status
 
     @property
     def exit_code(self) -> Exit:
-        """The exit code of the command line."""
+        """Return the exit code for the command line."""
         return meaning_of(self.code).exit_code
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class JobFailed(JobError):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later, according to the `error` event or to the table of codes."""
+        """Return whether the same call may succeed later, according to the `error` event or the table of codes."""
         return self._retryable
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class UnknownJob(JobError):
 
 
 class StreamTrimmed(JobError):
-    """Requested events have expired, or other events have replaced them after a failover of Redis."""
+    """The requested events have expired, or other events have replaced them after a Redis failover."""
 
     code = "stream_trimmed"
 
@@ -136,7 +136,7 @@ class RedisUnreachable(JobError):
 class RedisRefused(JobError):
     """Redis refuses a command permanently.
 
-    A permission is missing, the password is wrong, or a key has another type.
+    For example, a permission is missing, the password is wrong, or a key has another type.
     """
 
     code = "redis_refused"

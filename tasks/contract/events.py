@@ -1,8 +1,8 @@
 """The events of a job, as JSON objects (docs/architecture.md: Events of a job).
 
-The field `type` distinguishes the events, and type checkers understand it. The publisher numbers events: each event
-that a reader receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a
-function that makes the event, and a row in EVENT_CLASSES.
+Code and type checkers distinguish events by the field `type`. The publisher numbers events: each event that a reader
+receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a function that
+creates the event, and a row in EVENT_CLASSES.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ReplayCause = Literal[
 
 
 class ReplayFields(TypedDict, total=False):
-    """How a chat continues the earlier contexts of its conversation."""
+    """Details about how a chat continues earlier contexts of its conversation."""
 
     key: str  # finish_key of the context whose tokens replace the first messages
     messages: int  # number of these messages
@@ -67,11 +67,11 @@ class ProvenanceFields(TypedDict, total=False):
     adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
     sampling: dict[str, object]  # the model's defaults of sampling parameters
     llguidance: str  # version of llguidance, if the text is constrained
-    replay: ReplayFields  # if messages of the chat follow a reply
+    replay: ReplayFields  # set if messages of the chat follow a reply
 
 
 class StartedEvent(_Numbered, ProvenanceFields):
-    """The job has a slot. Only the first worker that gives the job a slot writes this event."""
+    """The job has received a slot. Only the first worker that assigns a slot to the job writes this event."""
 
     type: Literal["started"]
     model: str
@@ -119,7 +119,7 @@ class ReasoningEndEvent(OutputDetails):
 
 
 class Failure(TypedDict):
-    """The error of a job or of a line (contract.codes)."""
+    """The error of a job or line (contract.codes)."""
 
     code: str
     message: str
@@ -149,7 +149,7 @@ class DoneDetails(_Numbered, total=False):
     seq_id: int | None
     mode: Mode
     tool_calls: list[ToolCall]
-    finish_key: str  # key of prompt and output, for use as `parent_key`
+    finish_key: str  # key of the prompt and output, for use as `parent_key`
     warnings: list[str]  # as in the result
 
 
@@ -168,7 +168,7 @@ class ErrorEvent(_Numbered, Failure):
 
 
 class PingEvent(_Numbered):
-    """No event arrived within the interval that the reader has set."""
+    """No event arrived within the reader's ping interval."""
 
     type: Literal["ping"]
 
@@ -184,7 +184,7 @@ def started(model: str, prompt_tokens: int, worker: str, seed: int) -> StartedEv
 
 
 def token(text: str, tokens: list[int], **details: Unpack[TokenDetails]) -> TokenEvent:
-    """Return an event with final text, and the ids of the tokens sampled since the last event."""
+    """Return an event with the next piece of text, and the ids of the tokens sampled since the last event."""
     return {"type": "token", "text": text, "tokens": tokens, **details}
 
 
@@ -194,7 +194,7 @@ def reasoning(text: str, tokens: list[int], **details: Unpack[OutputDetails]) ->
 
 
 def reasoning_end(signature: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEndEvent:
-    """Return the event for the end of a block of reasoning.
+    """Return the event that marks the end of a reasoning block.
 
     `signature` covers the text of the block, and is empty if the workers have no signing key.
     """
@@ -207,7 +207,7 @@ def line(index: int, outcome: LineOutcome) -> LineEvent:
 
 
 def done(finish_reason: FinishReason, usage: Usage, **details: Unpack[DoneDetails]) -> DoneEvent:
-    """Return the last event of a job that has ended without an error. `usage` is the same as in its result."""
+    """Return the last event of a job that has ended without an error. `usage` is the same as in the job's result."""
     return {"type": "done", "finish_reason": finish_reason, "usage": usage, **details}
 
 
@@ -234,9 +234,9 @@ def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
 
 
 def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[TerminalEvent, Result | None]:
-    """Return the last event, and the result if there is one, of a job that times out while no worker is running it.
+    """Return the last event and, if there is one, the result of a job that times out while no worker is running it.
 
-    `text` and `num_tokens` are the output of earlier attempts for the first completion.
+    `text` and `num_tokens` describe the first completion's output from earlier attempts.
     """
     kind = KINDS.get(task)
     if kind is None or not kind.completes:

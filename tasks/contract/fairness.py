@@ -1,7 +1,7 @@
 """Fairness keys, and the cost of jobs in tokens (docs/fair-share.md).
 
-Waiting jobs with the same queue and priority share the workers by fairness key. A key has levels that are separated by
-slashes, such as `org/team/user`.
+Waiting jobs with the same queue and priority share the workers by fairness key. Slashes separate the levels of a key,
+as in `org/team/user`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,33 @@ def is_fairness_key(key: object) -> bool:
 
 
 def check_fairness_key(key: object) -> str:
-    """Return a fairness key that a call sets. Raises InvalidJob."""
+    """Return a call's fairness key. Raises InvalidJob."""
     if not isinstance(key, str) or not is_fairness_key(key):
         raise InvalidJob(
-            f"fairness_key: {key!r} is not valid; give up to {MAX_KEY_BYTES} bytes of printable text, with a slash "
-            "between two levels, such as org/team/user"
+            f"fairness_key: {key!r} is not valid; use up to {MAX_KEY_BYTES} bytes of printable text, with a slash "
+            "between levels, such as org/team/user"
         )
     return key
 
 
 def fairness_key_of(name: str) -> str:
-    """Return the fairness key of a tenant. A name that is not a valid key is replaced with its digest."""
+    """Return a tenant's fairness key. A name that is not a valid key is replaced with its digest."""
     return name if is_fairness_key(name) else hashlib.sha256(name.encode(errors="replace")).hexdigest()
 
 
 def limit_name(key: str = "", *, model: str | None = None) -> str:
-    """Return the limit name of a fairness key or a model. A fairness key never starts with a slash."""
+    """Return the name that identifies the limit of a fairness key or a model.
+
+    A fairness key never starts with a slash.
+    """
     return key if model is None else f"/{queue_name(model)}"
 
 
 def fairness_key_below(parent: str, name: str) -> str:
-    """Return the key of a user below a tenant. If the parent leaves no room for a digest of the name, return it."""
+    """Return a user's key below a tenant's key.
+
+    If the parent leaves no room for a digest of the name, return the parent.
+    """
     if not parent:
         return parent
     readable = f"{parent}/{name}"
@@ -62,6 +68,6 @@ def fairness_key_below(parent: str, name: str) -> str:
 
 
 def cost_of(usage: Mapping[str, Any]) -> float:
-    """Return the cost of computed tokens, in generated tokens. Tokens from the cache are free."""
+    """Return the cost of computed tokens, measured in generated tokens. Cached tokens are free."""
     num_computed = max(0, usage.get("prompt_tokens", 0) - usage.get("cached_tokens", 0))
     return float(usage.get("completion_tokens", 0) + get_settings().prefill_cost * num_computed)

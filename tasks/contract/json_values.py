@@ -21,7 +21,7 @@ _MAX_DIGITS = 300  # digits of a whole number: about as many as a double can hav
 
 
 class _Short(reprlib.Repr):
-    """Returns a `repr` of the start of any value, without traversing the whole value."""
+    """Builds a `repr` of the start of any value, without traversing the whole value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ _short = _Short()
 
 
 def shorten(value: object) -> str:
-    """Return any value as short and valid text, for an error message."""
+    """Return a short and valid text that represents a value in an error message."""
     text = _short.repr(value)
     text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
     return text.encode(errors="backslashreplace").decode()
@@ -68,7 +68,10 @@ def check_text(text: str) -> str:
 
 
 def check_escapes(text: str) -> str:
-    """Return a JSON text if its escapes are valid. Malformed JSON is also returned, because other code checks it."""
+    """Return a JSON text if its escapes are valid.
+
+    Malformed JSON is also returned, because it is rejected elsewhere.
+    """
     if "\\u" in text:
         try:
             value = json.loads(text)
@@ -96,7 +99,7 @@ def check_json(value: Any, around: int = 0) -> None:
     while level:
         depth += 1
         if depth > limits.MAX_JSON_DEPTH + around:
-            raise ValueError(f"it is nested more than {limits.MAX_JSON_DEPTH} levels deep; make it flatter")
+            raise ValueError(f"it is nested more than {limits.MAX_JSON_DEPTH} levels deep; reduce the nesting")
         inner: list[Any] = []
         for each in level:
             if isinstance(each, dict):
@@ -120,7 +123,7 @@ def _check_scalar(value: Any) -> None:
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"JSON can't represent {value}; give a finite number")
+        raise ValueError(f"JSON can't represent {value}; use a finite number")
     elif isinstance(value, int) and value.bit_length() > 4 * _MAX_DIGITS:
         raise ValueError(f"{shorten(value)} is too large for a number in JSON; send it as a string")
     elif not isinstance(value, int | float | None):
@@ -130,7 +133,7 @@ def _check_scalar(value: Any) -> None:
 class Encoded:
     """A value that is already encoded as JSON.
 
-    Large values are encoded in pieces, because a single call of `json` blocks all threads.
+    Large values are encoded in pieces, because a single `json` call blocks all threads.
     """
 
     __slots__ = ("json",)
@@ -139,7 +142,7 @@ class Encoded:
         self.json = value
 
     def __json__(self) -> Any:
-        """Return the decoded value. Kombu calls this when Celery passes a result on to the next task of a chain."""
+        """Return the decoded value. Kombu calls this when Celery passes a result to the next task in a chain."""
         return json.loads(self.json)
 
     def __repr__(self) -> str:

@@ -1,87 +1,83 @@
-"""cellama's Redis keys. In this list, `cellama` stands for the setting `key_prefix`, and keys marked TTL expire.
+"""The Redis keys of cellama. In this list, `cellama` stands for the setting `key_prefix`, and keys marked TTL expire.
 
 Jobs:
 
-`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL once the job has ended and Celery has its end.
-`cellama:journal:{job_id}` (stream): The events of a job, with the ids (seq+1)-0. TTL after the end.
-`cellama:events:{db}:{job_id}` (channel): The same events, live. It names the database because channels have none.
-`cellama:cancel:{job_id}` (string): The job must end. TTL.
-`cellama:context:{key}` (string): The tokens of a `finish_key` (tasks/state/contexts.py). TTL of a result.
-`cellama:reply:{digest}` (string): The `finish_key` of a chat's reply (tasks/state/replies.py). TTL of a result.
-`cellama:latest:{digest}` (string): The last `finish_key` of a conversation, for explanations. TTL of a result.
-`cellama:waiting:{queue}` (sorted set): Jobs without a slot, in the order of `waiting_score`.
-`cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in the order of their submission.
-`cellama:shares:{list}\\0{node}` (sorted set): Children of a node of fairness keys with jobs in a backlog, by service.
-`cellama:idle:{list}\\0{node}` (sorted set): Children of this node without such jobs, by service. TTL of a day.
-`cellama:costs:{list}` (hash): Mean cost of a unit of work by fairness key and kind of job. TTL of a day.
-`cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`), which replace the settings.
-`cellama:slots:{name}` (set): Held jobs that count against a limit.
-`cellama:blocked:{name}` (set): Lists in which the jobs of this name wait because it has reached its limit.
-`cellama:limited` (set): Names with slots.
-`cellama:service:{period}` (sorted set): Fairness keys by the cost of their jobs that ended in 5 minutes. TTL.
-`cellama:prefixes:{worker}` (sorted set): Hashes of the prefixes in a worker's cache, by time of use in bytes. TTL.
-`cellama:busy:{list}` (sorted set): Workers by the time until which they prefill jobs of a list. TTL of a day.
-`cellama:holders` (hash): Worker that used a prefix last. When it is full, it becomes `cellama:holders:old`.
+`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL once the job has ended and Celery has stored its
+end. `cellama:journal:{job_id}` (stream): The job's events, with the ids (seq+1)-0. TTL after the job has ended.
+`cellama:events:{db}:{job_id}` (channel): The same events, live. The name contains the database.
+`cellama:cancel:{job_id}` (string): Exists if the job must be cancelled. TTL. `cellama:context:{key}` (string): The
+tokens of a `finish_key` (tasks/state/contexts.py). Same TTL as results. `cellama:reply:{digest}` (string): The
+`finish_key` of a chat's reply (tasks/state/replies.py). Same TTL as results. `cellama:latest:{digest}` (string): A
+conversation's last `finish_key`, for explanations. Same TTL as results. `cellama:waiting:{queue}` (sorted set): Jobs
+without a slot, sorted by `waiting_score`. `cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds,
+in submission order. `cellama:shares:{list}\\0{node}` (sorted set): A node's child fairness keys with jobs in the
+backlog, by service. `cellama:idle:{list}\\0{node}` (sorted set): A node's child fairness keys without such jobs, by
+service. TTL of a day. `cellama:costs:{list}` (hash): Mean cost per unit of work, by fairness key and job kind. TTL of a
+day. `cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`). They override the
+settings. `cellama:slots:{name}` (set): Held jobs that count against a limit. `cellama:blocked:{name}` (set): Lists in
+which jobs of this name are waiting because its limit is reached. `cellama:limited` (set): Names that currently have
+slots. `cellama:service:{period}` (sorted set): Fairness keys, by the cost of their jobs that ended in 5 minutes. TTL.
+`cellama:prefixes:{worker}` (sorted set): Hashes of the prefixes in a worker's cache, by last use. TTL.
+`cellama:busy:{list}` (sorted set): Workers, by the time at which they finish prefilling jobs. TTL of a day.
+`cellama:holders` (hash): The worker that last used a prefix. A full hash becomes `cellama:holders:old`.
 `cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
-`cellama:running` (sorted set): Jobs that have started and not ended, by time of start.
-`cellama:leases` (sorted set): Jobs whose message a worker holds, by the expiry of the lease.
-`cellama:delayed` (sorted set): Jobs that wait for their ETA and whose message no worker holds, by ETA.
-`cellama:due` (sorted set): Jobs that the reaper must check, by time, for a timeout or for an end that Celery lacks.
-`cellama:missing` (sorted set): Running jobs that no worker holds, by the time of detection.
-`cellama:queues` (set): Queues that have or had jobs.
-`cellama:served` (sorted set): Queues that a worker reads or will read, by the time of its last report. TTL of 30 days.
-`cellama:strays` (sorted set): Messages of plain Celery in queues that no worker reads, by the time of their detection.
-`cellama:watched` (hash): Since when, and when last, a worker looked for jobs that no worker serves. TTL of 30 days.
-`cellama:ended` (sorted set): The last MAX_ENDED jobs that have ended, by time of their end. TTL.
-`cellama:dead` (sorted set): Dead-letter jobs, by time of their end.
-`celery-task-meta-{job_id}` (string): Celery's result. TTL.
+`cellama:running` (sorted set): Jobs that have started but not ended, by start time. `cellama:leases` (sorted set): Jobs
+whose message a worker holds, by lease expiry. `cellama:delayed` (sorted set): Jobs that are waiting for their ETA and
+that no worker holds, by ETA. `cellama:due` (sorted set): Jobs that the reaper must check, because of a timeout or a
+missing end, by due time. `cellama:missing` (sorted set): Running jobs that no worker holds, by detection time.
+`cellama:queues` (set): Queues that have or had jobs. `cellama:served` (sorted set): Queues that workers read or will
+read, by the time of the last report. TTL of 30 days. `cellama:strays` (sorted set): Messages from plain Celery in
+queues that no worker reads, by detection time. `cellama:watched` (hash): Start and latest time of the search for jobs
+that no worker serves. TTL of 30 days. `cellama:ended` (sorted set): The last MAX_ENDED jobs that ended, by end time.
+TTL. `cellama:dead` (sorted set): Dead-letter jobs, by end time. `celery-task-meta-{job_id}` (string): Celery's result.
+TTL.
 
 Queues:
 
-`cellama:queue:{model}…` (list): Celery's queues, one list per priority (names.py). `:default` is a model here.
+`cellama:queue:{model}…` (list): Celery's queues, one list per priority (names.py). Here, `:default` counts as a model.
 `cellama:kombu:unacked…`: Unused. The ledger replaces it (tasks/broker/message.py).
 
 Workers:
 
 `cellama:workers` (hash): JSON entry of each worker, by name. Each worker updates its own entry every 2 s.
-`cellama:machine:{machine}` (hash): JSON of the cores that each worker of a machine uses, by name. TTL of a minute.
+`cellama:machine:{machine}` (hash): JSON of the cores that each worker on a machine uses, by name. TTL of a minute.
 `cellama:reaper:{duty}` (string): Lock of the worker that performs a duty of the reaper. TTL.
 `cellama:looked` (string): Time of the last check for expired leases.
 `cellama:accepts`: Unused. Writing zero bytes to it tests whether Redis accepts writes.
 `cellama:wanted:pool:{pool}` (hash): Desired state of a pool's workers, in addition to their settings. TTL of 30 days.
 `cellama:wanted:worker:{worker}` (hash): Desired state of one worker, in addition to its settings. TTL of 30 days.
-`cellama:trials:{worker}` (hash): Loads that the worker has started and not completed. TTL of a day.
+`cellama:trials:{worker}` (hash): Model loads that the worker has started but not completed. TTL of a day.
 `cellama:took:{class}:{kind}:{queue}` (list): Samples of service times, for estimates. TTL of 30 days.
 
 Bulk runs:
 
-`cellama:batch:{run_id}` (hash): Record of a bulk run, which its command writes. TTL.
-`cellama:batches` (sorted set): Bulk runs by the time of their last write.
+`cellama:batch:{run_id}` (hash): A bulk run's record, which its command writes. TTL.
+`cellama:batches` (sorted set): Bulk runs, by the time of their last update.
 
 Gateway:
 
 `cellama:keys` (hash): JSON entry of each API key without its secret, by id.
-`cellama:keys:used` (hash): Time of the last use of each API key, rounded to a minute, by id.
-`cellama:key:admissions:{id}` (sorted set): Recent requests of a key (api/http/keys/lua). TTL.
-`cellama:key:charges:{id}` (hash): Tokens of each of these requests. TTL.
-`cellama:key:jobs:{id}` (sorted set): Running requests of a key, by the expiry of their leases. TTL.
-`cellama:http:{kind}:{id}` (hash): A file or batch, each field as JSON (docs/adr/019-batches.md). TTL.
-`cellama:http:of:{kind}:{tenant}` (sorted set): Ids of the files or batches of a tenant, by time of creation. TTL.
-`cellama:http:open` (sorted set): JSON [id, tenant] of unfinished batches, by time of creation. TTL.
+`cellama:keys:used` (hash): Time when each API key was last used, rounded to a minute, by id.
+`cellama:key:admissions:{id}` (sorted set): Recent requests with an API key (api/http/keys/lua). TTL.
+`cellama:key:charges:{id}` (hash): Tokens that each of these requests used. TTL.
+`cellama:key:jobs:{id}` (sorted set): Running requests with an API key, by lease expiry. TTL.
+`cellama:http:{kind}:{id}` (hash): A file or batch, with each field as JSON (docs/adr/019-batches.md). TTL.
+`cellama:http:of:{kind}:{tenant}` (sorted set): Ids of a tenant's files or batches, by creation time. TTL.
+`cellama:http:open` (sorted set): JSON [id, tenant] of unfinished batches, by creation time. TTL.
 `cellama:http:expiring:{place}` (sorted set): Files in a storage location, by expiry. TTL.
 `cellama:http:lease:{id}` (string): Token of the gateway that runs a batch or performs a duty. TTL.
-`cellama:response:{id}` (string): Data of a response that its job does not have (api/http/responses). TTL.
-`cellama:console:{digest}` (string): JSON with the API key of a session of the console (api/http/console). TTL.
-`cellama:chat:{owner}:{id}` (hash): A chat of the console, which belongs to an API key (console/chat_store.py). TTL.
-`cellama:chats:{owner}` (sorted set): Ids of the chats of an API key, by the time of their last change. TTL.
+`cellama:response:{id}` (string): Response data that the job does not contain (api/http/responses). TTL.
+`cellama:console:{digest}` (string): JSON with the API key of a console session (api/http/console). TTL.
+`cellama:chat:{owner}:{id}` (hash): A console chat, which belongs to an API key (console/chat_store.py). TTL.
+`cellama:chats:{owner}` (sorted set): Ids of an API key's chats, by the time of their last change. TTL.
 
 Webhooks:
 
 `cellama:webhooks` (hash): JSON entry of each endpoint with its secret, by id.
-`cellama:heeded:{job_id}` (string): The announcement to make when the job ends. TTL.
+`cellama:heeded:{job_id}` (string): The announcement to publish when the job ends. TTL.
 `cellama:webhook:events` (stream): Announcements, until a gateway has turned them into deliveries.
-`cellama:webhook:due` (sorted set): Deliveries by the time of their next attempt, or by the expiry of their lease.
-`cellama:webhook:delivery:{id}` (hash): The content of a delivery, and its number of attempts. TTL.
+`cellama:webhook:due` (sorted set): Deliveries, by the time of their next attempt, or by lease expiry.
+`cellama:webhook:delivery:{id}` (hash): A delivery's content and number of attempts. TTL.
 """
 
 from __future__ import annotations
@@ -373,5 +369,5 @@ def events_channel(job_id: str, database: int) -> str:
 
 
 def stream_id(seq: int) -> str:
-    """Return the id of the journal entry of an event. Ids start at 1, because Redis does not allow the id 0-0."""
+    """Return the id of an event's journal entry. Ids start at 1, because Redis does not allow the id 0-0."""
     return f"{seq + 1}-0"

@@ -24,7 +24,7 @@ _KEY_NAMESPACE = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")
 
 
 def key_prefix() -> str:
-    """Return the first part of every Redis key and queue name of this installation (keys.py), without the colon."""
+    """Return the prefix of this installation's Redis keys and queue names (keys.py), without the colon."""
     return get_settings().key_prefix
 
 
@@ -34,12 +34,12 @@ def model_named(name: str) -> str:
 
 
 def queue_name(model: str) -> str:
-    """Return the Celery queue of a model. No other key has its prefix, whatever the model id is (keys.py)."""
+    """Return a model's Celery queue. Its prefix is unique among Redis keys, whatever the model id (keys.py)."""
     return f"{key_prefix()}:queue:{model_named(model)}"
 
 
 def queues_of_model(model_id: str) -> list[str]:
-    """Return the Celery queues that a model serves: its own, and those of its aliases, which plain Celery may use."""
+    """Return the Celery queues of a model: its own queue, and those of its aliases, which plain Celery may use."""
     prefix = queue_name("")
     aliases = [alias for alias, model in get_settings().model_aliases.items() if model == model_id]
     return [f"{prefix}{name}" for name in (model_id, *aliases)]
@@ -56,7 +56,7 @@ def model_of(queue: str) -> str:
 
 
 def queue_keys(model_id: str) -> list[str]:
-    """Return the Redis lists of a model's queue, most urgent first. Kombu has one list per priority."""
+    """Return the Redis lists of a model's queue, most urgent first. Kombu uses one list per priority."""
     return [queue_key(queue_name(model_id), priority) for priority in PRIORITIES]
 
 
@@ -71,7 +71,7 @@ def class_of_priority(priority: int) -> str:
 
 
 def failure_key(model_id: str, adapter: str | None = None) -> str:
-    """Return the key under which a worker records the failure of a model or of one of its adapters."""
+    """Return the key under which a worker records a failure of a model or one of its adapters."""
     return model_id if adapter is None else f"adapter {adapter!r} of {model_id!r}"
 
 

@@ -79,7 +79,7 @@ def no_more_than(limit: int, items: str) -> BeforeValidator:
 
 def _check_filled(text: str) -> str:
     if not text:
-        raise ValueError("it is empty; give some text")
+        raise ValueError("it is empty; provide some text")
     return text
 
 
@@ -87,13 +87,13 @@ def check_model_id(text: str) -> str:
     """Return the id of the model that a name stands for. Raises ValueError."""
     text = model_named(text)
     if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
-        raise ValueError(f"{MODEL_ID_RULE}; give the id of a served model")
+        raise ValueError(f"{MODEL_ID_RULE}; pass the id of a served model")
     return text
 
 
 def _check_key(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
-        raise ValueError("it is not a key; give the `finish_key` of a result, which has 64 hexadecimal digits")
+        raise ValueError("it is not a key; pass the `finish_key` of a result, which has 64 hexadecimal digits")
     return text
 
 
@@ -120,7 +120,7 @@ def to_inputs(value: Any) -> Any:
 def _to_texts(value: Any) -> Any:
     value = _to_tuple(value)
     if isinstance(value, list | tuple) and not 1 <= len(value) <= limits.MAX_TEXTS:
-        remedy = "split them into several jobs" if value else "give at least one"
+        remedy = "split them into several jobs" if value else "provide at least one"
         raise ValueError(f"there are {len(value)} texts, and a job can have 1 to {limits.MAX_TEXTS}; {remedy}")
     return value
 
@@ -130,7 +130,7 @@ def to_json(value: Any) -> Any:
 
 
 def join_parts(value: Any) -> Any:
-    """Return the joined text of content in parts, as in the OpenAI API, and other values unchanged."""
+    """Return the joined text of a list of content parts, as in the OpenAI API, and other values unchanged."""
     if not isinstance(value, list):
         return value
     if len(value) > limits.MAX_PARTS:
@@ -153,7 +153,7 @@ def to_prediction(value: Any) -> Any:
 
 
 def to_choice(value: Any) -> Any:
-    """Return the name in a tool choice in the OpenAI format, and other values unchanged."""
+    """Return the tool name from a tool choice in the OpenAI format, and other values unchanged."""
     if not isinstance(value, dict):
         return value
     function = value.get("function")
@@ -187,7 +187,7 @@ def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _to_pairs(value: Any) -> Any:
-    """Convert {"17": -1.5} (the OpenAI format), ["17=-1.5"] or pairs into pairs of token id and bias."""
+    """Convert {"17": -1.5} (the OpenAI format), ["17=-1.5"] or pairs into pairs of a token id and a bias."""
     if isinstance(value, dict):
         value = list(value.items())
     if not isinstance(value, list | tuple):
@@ -204,28 +204,28 @@ def _to_pair(entry: Any) -> tuple[int, float]:
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f'{shorten(entry)} is not a token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
     if isinstance(given, float) or not 0 <= token <= limits.MAX_COUNT:
-        raise ValueError(f"{shorten(given)} is not a token id; give a whole number, 0 or more")
+        raise ValueError(f"{shorten(given)} is not a token id; use a whole number, 0 or more")
     if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
         raise ValueError(
-            f"{shorten(added)} is not a bias; give a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, or -inf"
+            f"{shorten(added)} is not a bias; use a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, or -inf"
         )
     return token, bias
 
 
 def _to_adapters(value: Any) -> Any:
-    """Convert {"pirate": 0.5}, ["pirate=0.5"], ["pirate"] (scale 1) or pairs into pairs of name and scale."""
+    """Convert {"pirate": 0.5}, ["pirate=0.5"], ["pirate"] (scale 1) or pairs into pairs of a name and a scale."""
     if value is None:
         return None
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, dict | list | tuple):
-        raise ValueError('it must map names of adapters to scales, for example {"pirate": 0.5}')
+        raise ValueError('it must map adapter names to scales, for example {"pirate": 0.5}')
     if len(value) > limits.MAX_ADAPTERS:
         raise ValueError(f"there are {len(value)} adapters, and the limit is {limits.MAX_ADAPTERS}; remove some")
     entries = list(value.items()) if isinstance(value, dict) else [_to_adapter(entry) for entry in value]
     names = [entry[0] for entry in entries if isinstance(entry, list | tuple) and entry]
     if len({name for name in names if isinstance(name, str)}) < sum(isinstance(name, str) for name in names):
-        raise ValueError("an adapter occurs twice; give one scale for each adapter")
+        raise ValueError("an adapter is listed twice; set one scale for each adapter")
     return tuple(entries)
 
 
@@ -322,7 +322,7 @@ class ToolCallPayload(Payload):
 
 
 class MessagePayload(Payload):
-    """One turn of a conversation. The `message` of a result is a valid turn of the assistant."""
+    """One turn of a conversation. A result's `message` is a valid assistant turn."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[Text | None, BeforeValidator(join_parts)] = None
@@ -338,7 +338,7 @@ class MessagePayload(Payload):
     @model_validator(mode="after")
     def _check_content(self) -> MessagePayload:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing; only an assistant's message with tool_calls can omit it")
+            raise ValueError("content is missing; only an assistant message with tool_calls can omit it")
         if self.role != "assistant" and (self.tool_calls or self.reasoning or self.signature):
             raise ValueError(f"role {self.role!r} does not allow tool_calls, reasoning or signature; remove them")
         return self
@@ -370,7 +370,7 @@ def check_names(tools: tuple[ToolPayload, ...]) -> tuple[ToolPayload, ...]:
     names = [tool.function.name for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{', '.join(twice)}: this name occurs twice; give each tool its own name")
+        raise ValueError(f"{', '.join(twice)}: this name is used twice; give each tool a unique name")
     return tools
 
 
@@ -379,11 +379,11 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job can have at m
 
 
 class BaseJob(Payload):
-    """A job of any kind."""
+    """Any kind of job."""
 
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="Id of the model, or :default.")]
     priority: StrictInt = Field(
-        default=PRIORITY_INTERACTIVE, ge=0, le=9, description="Priority: 0 is the most urgent, 9 the least."
+        default=PRIORITY_INTERACTIVE, ge=0, le=9, description="Priority, from 0 (most urgent) to 9 (least urgent)."
     )
     timeout: Finite | None = Field(
         default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Timeout in seconds, counted from submission."
@@ -395,15 +395,16 @@ class ReadingJob(BaseJob):
 
     parent_key: ContextKey | None = Field(
         default=None,
-        description="Key of a context to continue, which is the `finish_key` of a result. The prompt or the messages "
-        "are appended to the context.",
+        description="Key of the context to continue, which is the `finish_key` of an earlier result. The prompt or "
+        "the messages are appended to the context.",
     )
     cache_scope: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] = Field(
-        default="", description="Share cached prefixes and keys only with jobs of the same scope."
+        default="", description="Scope within which jobs share cached prefixes and context keys."
     )
     adapters: Adapters = Field(
         default=None,
-        description="LoRA adapters to use instead of the model's defaults, as NAME or NAME=SCALE. NAME=0 uses none.",
+        description="LoRA adapters to use instead of the model's defaults, as NAME or NAME=SCALE. NAME=0 uses no "
+        "adapter.",
     )
 
 
@@ -412,23 +413,26 @@ class GenerationJob(ReadingJob):
 
     max_tokens: Count = Field(default=256, ge=1, description="Maximum number of tokens to generate.")
     temperature: Finite = Field(
-        default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 decodes greedily."
+        default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="Sampling temperature. 0 selects greedy decoding."
     )
-    top_k: Count = Field(default=40, ge=0, description="Number of candidate tokens to keep. 0 keeps all.")
+    top_k: Count = Field(default=40, ge=0, description="Number of candidate tokens to keep. 0 keeps all tokens.")
     top_p: Finite = Field(
-        default=0.95, ge=0, le=1, description="Total probability of the candidate tokens to keep. 0 keeps one token."
+        default=0.95,
+        ge=0,
+        le=1,
+        description="Total probability of the candidate tokens to keep. 0 keeps only the most likely token.",
     )
     min_p: Finite = Field(
         default=0.05,
         ge=0,
         le=1,
-        description="Minimum probability of a candidate token, relative to the most likely one.",
+        description="Minimum probability of a candidate token, relative to the most likely token.",
     )
     top_n_sigma: Finite = Field(
         default=0.0,
         ge=-1,
         le=limits.MAX_SIGMA,
-        description="Number of standard deviations below the highest logit within which tokens are kept. 0 or -1 "
+        description="Maximum distance from the highest logit, in standard deviations, of the tokens to keep. 0 or -1 "
         "disables the filter.",
     )
     typical_p: Finite = Field(
@@ -438,20 +442,26 @@ class GenerationJob(ReadingJob):
         default=0.0,
         ge=0,
         le=limits.MAX_TEMPERATURE,
-        description="Dynamic temperature: largest difference from `temperature`, which the entropy of the candidates "
-        "determines. 0 disables it.",
+        description="Maximum deviation of the dynamic temperature from `temperature`. The deviation depends on the "
+        "entropy of the candidates. 0 disables dynamic temperature.",
     )
     dynatemp_exponent: Finite = Field(
-        default=1.0, ge=0, le=limits.MAX_DYNATEMP_EXPONENT, description="Dynamic temperature: exponent of the entropy."
+        default=1.0,
+        ge=0,
+        le=limits.MAX_DYNATEMP_EXPONENT,
+        description="Exponent of the entropy for dynamic temperature.",
     )
     seed: StrictInt | None = Field(
-        default=None, ge=0, le=limits.MAX_SEED, description="Seed of the sampler. The same seed gives the same text."
+        default=None,
+        ge=0,
+        le=limits.MAX_SEED,
+        description="Seed for the sampler. The same seed produces the same text.",
     )
     repeat_penalty: Finite = Field(
         default=1.0,
         ge=limits.MIN_REPEAT_PENALTY,
         le=limits.MAX_REPEAT_PENALTY,
-        description="Factor that makes repeated tokens less likely. 1 disables it.",
+        description="Penalty factor for repeated tokens. 1 disables the penalty.",
     )
     frequency_penalty: Penalty = Field(
         default=0.0, description="Amount subtracted from a token's logit for each occurrence. 0 disables the penalty."
@@ -463,44 +473,51 @@ class GenerationJob(ReadingJob):
         default=64,
         ge=0,
         le=limits.MAX_LOOK_BACK,
-        description="Number of most recent tokens that the penalties consider.",
+        description="Number of recent tokens that the penalties consider.",
     )
-    logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS, added to the token's logit. Can be repeated.")
+    logit_bias: LogitBias = Field(
+        default=(), description="Bias that is added to a token's logit, as TOKEN=BIAS. Can be repeated."
+    )
     dry_multiplier: Finite = Field(
-        default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY: penalty for repeated sequences. 0 disables it."
+        default=0.0,
+        ge=0,
+        le=limits.MAX_PENALTY,
+        description="Multiplier of the DRY penalty for repeated sequences. 0 disables DRY.",
     )
     dry_base: Finite = Field(
         default=1.75,
         gt=0,
         le=limits.MAX_DRY_BASE,
-        description="DRY: factor by which the penalty grows with each token. Values below 1 disable DRY.",
+        description="Factor by which the DRY penalty grows with each repeated token. Values below 1 disable DRY.",
     )
     dry_allowed_length: Count = Field(
-        default=2, ge=0, description="DRY: length in tokens up to which a repetition is not penalized."
+        default=2, ge=0, description="Maximum length in tokens of a repetition that DRY does not penalize."
     )
     dry_penalty_last_n: StrictInt = Field(
         default=-1,
         ge=-1,
         le=limits.MAX_LOOK_BACK,
-        description="DRY: number of most recent tokens to consider. -1 considers all.",
+        description="Number of recent tokens that DRY considers. -1 considers all tokens.",
     )
     dry_sequence_breakers: Breakers = Field(
-        default=("\n", ":", '"', "*"), description="DRY: text that interrupts a repetition. Can be repeated."
+        default=("\n", ":", '"', "*"), description="Text that interrupts a repetition for DRY. Can be repeated."
     )
     xtc_probability: Finite = Field(
-        default=0.0, ge=0, le=1, description="XTC: probability of removing the top choices. 0 disables it."
+        default=0.0, ge=0, le=1, description="Probability that XTC removes the top choices. 0 disables XTC."
     )
-    xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="XTC: minimum probability of a top choice.")
+    xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="Minimum probability of a top choice for XTC.")
     mirostat: StrictInt = Field(
         default=0,
         ge=0,
         le=2,
-        description="Mirostat version, 1 or 2. Mirostat keeps the surprise of the text constant. 0 disables it.",
+        description="Mirostat version, 1 or 2. Mirostat keeps the surprise of the text constant. 0 disables Mirostat.",
     )
     mirostat_tau: Finite = Field(
-        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Mirostat: target surprise in bits."
+        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="Target surprise for Mirostat, in bits."
     )
-    mirostat_eta: Finite = Field(default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="Mirostat: learning rate.")
+    mirostat_eta: Finite = Field(
+        default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="Learning rate for Mirostat."
+    )
     json_schema: Annotated[
         Annotated[FilledText, at_most(limits.MAX_SCHEMA_CHARS), AfterValidator(check_escapes)] | None,
         BeforeValidator(to_json),
@@ -508,7 +525,7 @@ class GenerationJob(ReadingJob):
     ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE.")
     strict_schema: StrictBool = Field(
         default=True,
-        description="Refuse keywords of the schema that can't be enforced. If false, ignore them with a warning.",
+        description="Reject schema keywords that can't be enforced. If false, ignore such keywords with a warning.",
     )
     regex: Annotated[FilledText, at_most(limits.MAX_REGEX_CHARS)] | None = Field(
         default=None, description="Regular expression that the whole text must match, or @FILE."
@@ -521,26 +538,36 @@ class GenerationJob(ReadingJob):
     )
     grammar_root: Name = Field(default="root", description="Start rule of the GBNF grammar.")
     logprobs: StrictInt | None = Field(
-        default=None, ge=0, le=limits.MAX_LOGPROBS, description="Number of alternatives to report per token."
+        default=None,
+        ge=0,
+        le=limits.MAX_LOGPROBS,
+        description="Number of alternative tokens to report for each generated token, with log probabilities.",
     )
-    n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="Number of completions of the prompt.")
-    stop: Stops = Field(default=(), description="Text that ends the generation. Can be repeated.")
-    stop_token_ids: StopTokens = Field(default=(), description="Token id that ends the generation. Can be repeated.")
+    n: StrictInt = Field(
+        default=1, ge=1, le=limits.MAX_COMPLETIONS, description="Number of completions to generate for the prompt."
+    )
+    stop: Stops = Field(default=(), description="Text that stops the generation. Can be repeated.")
+    stop_token_ids: StopTokens = Field(default=(), description="Token id that stops the generation. Can be repeated.")
     include_stop_str_in_output: StrictBool = Field(
-        default=False, description="End the text with the stop string or stop token that was found."
+        default=False, description="Include the matched stop string or stop token at the end of the text."
     )
     min_tokens: Count = Field(
-        default=0, ge=0, description="Number of tokens before which neither the model nor a stop string ends the text."
+        default=0,
+        ge=0,
+        description="Minimum number of tokens to generate before the model or a stop string can end the text.",
     )
     cache_prompt: StrictBool = Field(default=True, description="Share prefixes with other requests.")
     return_tokens: StrictBool = Field(
         default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
     )
-    ignore_eos: StrictBool = Field(default=False, description="Keep generating when the model would stop.")
+    ignore_eos: StrictBool = Field(default=False, description="Continue generating when the model would stop.")
     stream: StrictBool = Field(default=True, description="Publish the text token by token.")
     prediction: Annotated[
         TextOrTokens | None, BeforeValidator(to_prediction), TypedAs("Prompt | Prediction | None")
-    ] = Field(default=None, description="Expected output, or @FILE. Correct parts of it are generated faster.")
+    ] = Field(
+        default=None,
+        description="Expected output, or @FILE. Parts that match the expected output are generated faster.",
+    )
 
     @model_validator(mode="after")
     def _check_constraints(self) -> GenerationJob:
@@ -564,7 +591,7 @@ class GenerationJob(ReadingJob):
         if count > limits.MAX_REPORTED:
             raise ValueError(
                 f"logprobs {self.logprobs} with n {self.n} and max_tokens {self.max_tokens} can result in {count} "
-                f"entries, and the limit is {limits.MAX_REPORTED}; lower one of these"
+                f"entries, and the limit is {limits.MAX_REPORTED}; lower one of these values"
             )
         return self
 
@@ -594,19 +621,19 @@ class ConversationJob(BaseJob):
         AfterValidator(check_names),
         no_more_than(limits.MAX_TOOLS, "tools"),
         TypedAs("Sequence[Tool]"),
-    ] = Field(default=(), description="Tools that the model may call: a JSON list in the OpenAI format.")
+    ] = Field(default=(), description="Tools that the model may call, as a JSON list in the OpenAI format.")
     tool_choice: Annotated[Name, BeforeValidator(to_choice), TypedAs("str | ToolChoice")] = Field(
-        default="auto", description="auto, none, required, or the name of a tool that must be called."
+        default="auto", description="Tool choice: auto, none, required, or the name of a tool that the model must call."
     )
-    enable_thinking: StrictBool | None = Field(default=None, description="Let the model think before it answers.")
+    enable_thinking: StrictBool | None = Field(default=None, description="Let the model reason before it answers.")
     template_args: Annotated[dict[StrictStr, Any], BeforeValidator(check_args), TypedAs("JsonObject")] = Field(
         default_factory=dict, description="Variables for the model's chat template, as JSON."
     )
 
     chat_template: Annotated[FilledText, at_most(limits.MAX_TEMPLATE_CHARS)] | None = Field(
         default=None,
-        description="Jinja template to use instead of the model's own, or @FILE. The setting `chat_templates_in_jobs` "
-        "must allow it.",
+        description="Jinja template to use instead of the model's own template, or @FILE. The setting "
+        "`chat_templates_in_jobs` must allow it.",
     )
 
     @model_validator(mode="after")
@@ -621,20 +648,20 @@ class ConversationJob(BaseJob):
     @model_validator(mode="after")
     def _check_system(self) -> ConversationJob:
         if self.system is not None and self.messages and self.messages[0].role == "system":
-            raise ValueError("system: messages already start with a system message; remove one of the two")
+            raise ValueError("system: messages already start with a system message; remove one of them")
         if self.system is not None and getattr(self, "parent_key", None) is not None:
             raise ValueError("system: the conversation of parent_key has already started; remove system or parent_key")
         return self
 
 
 class RepliedJob(ConversationJob):
-    """A conversation whose last message is followed or continued by a reply."""
+    """A conversation in which a reply follows or continues the last message."""
 
     add_generation_prompt: StrictBool = Field(default=True, description="Start a reply after the last message.")
     continue_final_message: StrictBool | None = Field(
         default=None,
-        description="Continue the text of a final message of the assistant, or start a new reply after it. By default "
-        "it is continued.",
+        description="If the last message is from the assistant, continue its text (default) instead of starting a "
+        "new reply.",
     )
 
 
@@ -652,7 +679,7 @@ def free_of(kind: type[BaseJob], positional: Sequence[str], kwargs: Mapping[str,
 
 
 def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Job:
-    """Return the payload of a Celery call, whose `positional` parameters can be given by position.
+    """Return the payload of a Celery call, whose `positional` parameters can be passed by position.
 
     Raises InvalidJob, which lists each problem with its parameter, value and remedy.
     """
@@ -665,7 +692,7 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
     values = dict(zip(names, args, strict=False))
     twice = values.keys() & kwargs.keys()
     if twice:
-        raise InvalidJob(f"{', '.join(sorted(twice))}: given both by position and by name; remove one of the two")
+        raise InvalidJob(f"{', '.join(sorted(twice))}: passed both by position and by name; remove one of them")
     try:
         return kind.model_validate({**values, **kwargs})
     except ValidationError as error:
@@ -690,12 +717,12 @@ def _describe(problem: Any, known: Mapping[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{where} is missing"
     is_empty = problem["type"] == "too_short" and not problem["input"]
-    message = "it is empty; give at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
+    message = "it is empty; provide at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
     return f"{where} is {shorten(problem['input'])}: {message}" if where else message
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> str:
-    """Return the error message for a parameter that is not one of the known ones."""
+    """Return the error message for an unknown parameter."""
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"the parameters are: {', '.join(sorted(known))}"
     return f"unknown parameter {shorten(name)}; {hint}"

@@ -1,8 +1,8 @@
-"""Hashes of growing prefixes of a job's prompt, by which workers prefer jobs whose prefix they hold (docs/affinity.md).
+"""Hash growing prefixes of a job's prompt, so workers can prefer jobs whose prefix they hold (docs/affinity.md).
 
-The producer has no tokenizer, so it hashes the text or the messages. Two jobs with the same hash have the
-same text up to its position, the same queue, scope and adapters, and the same tools. A collision or a wrong guess only
-makes a worker compute more tokens.
+The producer has no tokenizer, so it hashes the text or the messages. Two jobs with the same hash have the same text up
+to the end of the prefix, the same queue, scope and adapters, and the same tools. After a collision or a wrong
+assumption, a worker only computes more tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ROOT = ("cache_scope", "adapters", "tools", "template_args", "chat_template", "e
 
 
 def prefixes_of(task: str, queue: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the hashes of a call's prompt, the shortest prefix first, or "" without a long prompt.
+    """Return the hashes of a call's prompt, shortest prefix first, or "" if the prompt is short or missing.
 
-    The call may be invalid. A part of a bulk run has the hashes of its first line, because its lines are sorted.
+    The call may be invalid. A chunk of a bulk run has the hashes of its first line, because its lines are sorted.
     """
     kind = KINDS.get(task)
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}

@@ -1,4 +1,4 @@
-"""Find the position of a job in its queue, and estimate when it gets a slot.
+"""Find a job's position in its queue, and estimate when the job gets a slot.
 
 `forecast` is a pure function that computes when a slot becomes free, from the likely service times of the jobs ahead.
 The other functions read these jobs, and the samples of their service times, from Redis.
@@ -68,7 +68,7 @@ class WaitEstimate:
 def service_time(seconds: Sequence[float], elapsed_s: float = 0.0, num_slots: int = 1) -> ServiceTime:
     """Return the remaining time, after `elapsed_s`, of a job that takes one of these equally likely `seconds`.
 
-    A job that has already taken longer than all of them is assumed to need another 10 %.
+    A job that has already taken longer than all of them is assumed to need another 10%.
     """
     remaining = [each - elapsed_s for each in seconds if each > elapsed_s] or [0.1 * elapsed_s]
     mean_s = sum(remaining) / len(remaining)
@@ -109,25 +109,25 @@ JobState = Literal["waiting", "running", "done"]
 class Position:
     """The position of a job in its queue, and an estimate of its wait.
 
-    The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80 % of cases. `eta_s` and
+    The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80% of cases. `eta_s` and
     `eta_most_s` are None if no worker serves the model, or while the duration of similar jobs is unknown.
     """
 
     job_id: str  # id of the job
     state: JobState  # state of the job
-    ahead: int = 0  # number of jobs that get a slot before this one
+    ahead: int = 0  # number of jobs that get a slot before this job
     eta_s: float | None = 0.0  # estimated seconds until the job gets a slot
     finish_reason: str | None = None  # finish reason of a finished job
     error: str | None = None  # message of a failed job
     eta_least_s: float = 0.0  # lower end of the range of the estimate
     eta_most_s: float | None = 0.0  # upper end of this range
-    learnt_from: int = 0  # number of finished jobs behind the range; 0 if it is based on assumptions
+    learnt_from: int = 0  # number of finished jobs that the range is based on; 0 if it is based on assumptions
     served: bool = True  # whether a worker serves the model
 
 
 @dataclass(frozen=True, slots=True)
 class ListedJob:
-    """A job that waits, or has run on `worker` for `elapsed_s` seconds."""
+    """A job that is waiting, or has been running on `worker` for `elapsed_s` seconds."""
 
     kind: JobClass
     work: JobWork
@@ -142,7 +142,7 @@ def position_of(redis: Redis, job_id: str) -> Position:
     state, ahead = ledger.state(job_id), ledger.ahead(job_id)
     if state is None:
         raise UnknownJob(
-            f"job {job_id} is unknown or has expired; a job sent by plain Celery is only known once it runs"
+            f"job {job_id} is unknown or has expired; a job from plain Celery is known only after it has started"
         )
     if state == "done":
         ending = ledger.ending(job_id)
@@ -201,7 +201,7 @@ def estimate(
 
 
 def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
-    """Return the remaining service time of a job, or None if neither samples nor a speed are known."""
+    """Return the remaining service time of a job, or None if neither samples nor a speed is known."""
     seconds = amounts = samples.amounts(job.kind, job.work.num_units)
     if job.work.counts_tokens:
         lengths = (1.0,) if job.work.is_exact else ASSUMED_LENGTHS
@@ -235,7 +235,7 @@ def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
-    """Return the tokens per second and slot that engines report, or the latest jobs' speed if none is generating."""
+    """Return the tokens per second and slot that engines report, or the latest jobs' speed if all engines are idle."""
     engines = [model["engine"] for _, model in serving if model["engine"] is not None]
     num_decoding = sum(engine["slots_decoding"] for engine in engines)
     rate = sum(engine["generation_rate"] for engine in engines)
@@ -288,7 +288,7 @@ class Waiting:
 
 
 def waiting_by_class(redis: Redis, models: Iterable[str]) -> dict[str, dict[str, Waiting]]:
-    """Return the waiting jobs by model and class, all as of the same time. Raises RedisError."""
+    """Return the waiting jobs by model and class, all at the same point in time. Raises RedisError."""
     counted, pipeline = [], redis.pipeline(transaction=False)
     pipeline.time()
     for model in models:

@@ -1,4 +1,4 @@
-"""Store samples of the work of finished jobs in Redis, which keeps the latest samples of each queue, kind and class.
+"""Store work samples from finished jobs in Redis, which keeps the latest samples for each queue, kind and class.
 
 The work of a completion is counted in tokens: the generated tokens, plus the tokens that could have been generated
 while its prompt was prefilled. This number hardly depends on the machine or its load. The speed depends on both, so it
@@ -29,7 +29,7 @@ NUM_SPEEDS = 16  # latest samples whose speeds are used while no engine reports 
 
 @dataclass(frozen=True, slots=True)
 class JobClass:
-    """Jobs that only differ in their size."""
+    """Jobs that differ only in size."""
 
     queue: str
     kind: str
@@ -94,7 +94,7 @@ class Samples:
 
     @property
     def speed(self) -> float | None:
-        """Return the mean speed of the latest jobs whose work is counted in tokens, or None if there are none."""
+        """Return the mean speed of the latest jobs with work counted in tokens, or None if there are no such jobs."""
         classes = [samples for kind, samples in self.by_class.items() if JobWork.of_kind(kind.kind).counts_tokens]
         speeds = [sample.speed for samples in classes for sample in samples[:NUM_SPEEDS]]
         return mean(speeds) if speeds else None

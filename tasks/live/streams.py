@@ -1,7 +1,7 @@
 """Stream the events of many jobs to the readers of an event loop, over two connections.
 
-`Journals` reads the journals of all jobs over one connection. Reads that arrive during a round trip share the next one.
-`Streams` combines the journals with published messages.
+`Journals` reads the journals of all jobs over one connection. Reads that arrive during a round trip share the next
+round trip. `Streams` combines the journals with published messages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Journals:
         return await read.page
 
     async def close(self) -> None:
-        """Cancel all reads. Their readers get a RuntimeError."""
+        """Cancel all reads. Their readers receive a RuntimeError."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -152,7 +152,7 @@ class Streams:
         return cursor.from_page(page)
 
     async def close(self) -> None:
-        """Close all connections. The remaining readers get a RuntimeError."""
+        """Close all connections. The remaining readers receive a RuntimeError."""
         await self._subscriptions.close()
         await self._journals.close()
         await self._redis.aclose()

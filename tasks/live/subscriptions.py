@@ -34,9 +34,9 @@ _NOTHING = object()
 
 
 class Signal(enum.Enum):
-    """A notification that a reader gets instead of messages."""
+    """A notification that a reader receives instead of messages."""
 
-    SUBSCRIBED = "subscribed: no later message is missing, and older ones are in the journal"
+    SUBSCRIBED = "subscribed: no later message is missing, and older messages are in the journal"
     LAGGED = "messages were dropped, and are in the journal"
     SILENCE = "no message arrived before the timeout"
 
@@ -139,10 +139,10 @@ class Wire(Protocol):
     """The connection that `Subscriptions` uses. After any failure, `replies` raises RedisError."""
 
     def send(self, command: Sequence[bytes]) -> None:
-        """Send a command without waiting, in the order of calls."""
+        """Send a command without waiting for a reply. Commands are sent in the order of the calls."""
 
     async def replies(self) -> list[Any]:
-        """Wait for replies, and return at least one."""
+        """Wait for replies, and return at least one reply."""
 
     def abort(self) -> None:
         """Abort the connection, so that `replies` raises."""
@@ -201,10 +201,10 @@ class RedisWire:
 
 
 class Subscriptions:
-    """The subscriptions of the readers of one event loop. Not thread-safe.
+    """The subscriptions of one event loop's readers. Not thread-safe.
 
-    The first reader opens the connection. If it is lost, it is reopened immediately, and every reader gets
-    `SUBSCRIBED` again. If that fails, every reader gets the error, and the next reader that joins opens a new
+    The first reader opens the connection. If it is lost, it is reopened immediately, and every reader receives
+    `SUBSCRIBED` again. If reopening fails, every reader receives the error, and the next reader that joins opens a new
     connection.
     """
 
@@ -237,7 +237,7 @@ class Subscriptions:
             self._leave(box)
 
     async def close(self) -> None:
-        """Close the connection. The remaining readers get a RuntimeError."""
+        """Close the connection. The remaining readers receive a RuntimeError."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -292,7 +292,7 @@ class Subscriptions:
         except RedisError as error:
             failure = error
         except Exception as error:
-            log.error("subscriptions failed", exc_info=True, detail="all streams of this event loop get the error")
+            log.error("subscriptions failed", exc_info=True, detail="all streams of this event loop receive the error")
             failure = error
         finally:
             self._end(failure)

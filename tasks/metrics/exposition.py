@@ -65,7 +65,7 @@ class MetricsServer:
 
 
 class _Server(TCPServer):
-    """Answers one client at a time, so that a slow client delays others by at most twice CLIENT_TIMEOUT_S.
+    """Answers one client at a time, so a slow client delays other clients by at most twice CLIENT_TIMEOUT_S.
 
     It is not an HTTPServer, because that class looks up its own host name.
     """

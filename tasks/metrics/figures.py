@@ -19,7 +19,7 @@ Labels = tuple[str, ...]
 
 @dataclass(slots=True)
 class Tally:
-    """The values of a histogram: the count of each bucket, including the unbounded last one, and the sum."""
+    """The values of a histogram: the count of each bucket, including the unbounded last bucket, and the sum."""
 
     counts: list[int]
     total: float = 0.0
@@ -47,7 +47,7 @@ class Figures:
         values[labels] = values.get(labels, 0.0) + value
 
     def tally(self, name: str, *labels: str) -> Tally:
-        """Return the values of a histogram, which the caller can increase."""
+        """Return the values of a histogram, which the caller can modify."""
         tallies = self.tallies.setdefault(name, {})
         if (tally := tallies.get(labels)) is None:
             tally = tallies[labels] = Tally.of(TABLE[name])
@@ -130,7 +130,10 @@ class Meter:
 
 
 class Bounded:
-    """Limits the number of values of a label. Accepted values stay, so that no counter decreases. Thread-safe."""
+    """Limits the number of distinct values of a label.
+
+    Accepted values are kept, so no counter decreases. Thread-safe.
+    """
 
     def __init__(self, max_values: int = MAX_LABEL_VALUES) -> None:
         self._max_values = max_values

@@ -32,7 +32,7 @@ FINE_S = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A metric with its full name, its help, its labels, and the part of cellama that counts it."""
+    """A metric with its full name, its help text, its labels, and the part of cellama that counts it."""
 
     name: str
     kind: MetricKind
@@ -48,7 +48,7 @@ MODEL = ("model",)
 
 
 def _of(kind: MetricKind, source: Source, labels: tuple[str, ...], *metrics: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return a row for each metric, given as its name, its help, and optionally the field of a snapshot."""
+    """Return a row for each metric, which is given as a name, a help text, and optionally the field of a snapshot."""
     return tuple(Row(name, kind, text, labels, source, field="".join(field)) for name, text, *field in metrics)
 
 
@@ -62,8 +62,12 @@ VLLM = (
         "engine",
         ENGINE,
         ("vllm:num_requests_running", "Number of requests that have a slot.", "requests_running"),
-        ("vllm:num_requests_waiting", "Number of requests in the worker that wait for a slot.", "requests_waiting"),
-        ("vllm:kv_cache_usage_perc", "Share of the KV cells that running sequences use, 0 to 1."),
+        (
+            "vllm:num_requests_waiting",
+            "Number of requests in the worker that are waiting for a slot.",
+            "requests_waiting",
+        ),
+        ("vllm:kv_cache_usage_perc", "Share of the KV cells that running sequences use, from 0 to 1."),
     ),
     Row(
         "vllm:cache_config_info",
@@ -80,7 +84,7 @@ VLLM = (
         ("vllm:num_preemptions_total", "Sequences that lost their slot to a more urgent request.", "preemptions"),
         (
             "vllm:spec_decode_num_drafts_total",
-            "Drafts that were checked. A draft is a run of draft tokens for one sequence.",
+            "Drafts that were checked. A draft consists of consecutive draft tokens for one sequence.",
         ),
         ("vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were checked."),
         ("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."),
@@ -89,9 +93,9 @@ VLLM = (
         "counter",
         "request",
         ENGINE,
-        ("vllm:prompt_tokens_total", "Prompt tokens of finished requests, including cached ones."),
-        ("vllm:prompt_tokens_cached_total", "Prompt tokens of finished requests that were in a cache."),
-        ("vllm:prefix_cache_queries_total", "Prompt tokens for which the slots were searched."),
+        ("vllm:prompt_tokens_total", "Prompt tokens of finished requests, including cached tokens."),
+        ("vllm:prompt_tokens_cached_total", "Prompt tokens of finished requests that were found in a cache."),
+        ("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up in the slots."),
         ("vllm:prefix_cache_hits_total", "Prompt tokens that were found in a slot."),
         (
             "vllm:external_prefix_cache_queries_total",
@@ -132,7 +136,7 @@ VLLM = (
     ),
     _histogram(
         "vllm:request_time_per_output_token_seconds",
-        "Mean time per token of a request, after its first token.",
+        "Mean time per output token of a request, after the first token.",
         TOKEN_S,
         "request",
         *ENGINE,
@@ -153,14 +157,14 @@ VLLM = (
     ),
     _histogram(
         "vllm:request_inference_time_seconds",
-        "Time from getting a slot to the end of the request.",
+        "Time from the assignment of a slot to the end of the request.",
         REQUEST_S,
         "request",
         *ENGINE,
     ),
     _histogram(
         "vllm:request_prefill_time_seconds",
-        "Time from getting a slot to the first token.",
+        "Time from the assignment of a slot to the first token.",
         REQUEST_S,
         "request",
         *ENGINE,
@@ -183,9 +187,7 @@ VLLM = (
         "request",
         *ENGINE,
     ),
-    _histogram(
-        "vllm:request_params_n", "Number of completions that a request asks for.", COMPLETIONS, "request", *ENGINE
-    ),
+    _histogram("vllm:request_params_n", "Number of completions per request.", COMPLETIONS, "request", *ENGINE),
 )
 
 ENGINES = (
@@ -194,8 +196,8 @@ ENGINES = (
         "engine",
         MODEL,
         ("cellama_slots", "Number of slots.", "slots_total"),
-        ("cellama_slots_prefilling", "Number of slots that prefill a prompt.", "slots_prefilling"),
-        ("cellama_slots_decoding", "Number of slots that generate.", "slots_decoding"),
+        ("cellama_slots_prefilling", "Number of slots that are prefilling a prompt.", "slots_prefilling"),
+        ("cellama_slots_decoding", "Number of slots that are generating tokens.", "slots_decoding"),
         ("cellama_kv_cells_used", "KV cells of running sequences.", "kv_used_tokens"),
         (
             "cellama_kv_cells_cached",
@@ -207,10 +209,10 @@ ENGINES = (
         ("cellama_ram_bytes", "Memory of the KV states in RAM, in bytes.", "ram_used_bytes"),
         (
             "cellama_disk_bytes",
-            "Size of all KV states in cache_dir, in bytes, including those of other processes.",
+            "Size of all KV states in cache_dir, in bytes, including the KV states of other processes.",
             "disk_used_bytes",
         ),
-        ("cellama_disk_quota_bytes", "Quota of cache_dir in bytes.", "disk_quota_bytes"),
+        ("cellama_disk_quota_bytes", "Disk quota for cache_dir in bytes.", "disk_quota_bytes"),
         (
             "cellama_prompt_tokens_per_second",
             "Prompt tokens computed per second, over the last second of work.",
@@ -221,18 +223,18 @@ ENGINES = (
             "Tokens generated per second, over the last second of work.",
             "generation_rate",
         ),
-        ("cellama_model_up", "1 while the model's thread runs, 0 if it has died."),
+        ("cellama_model_up", "1 while the model's thread is running, 0 if it has died."),
         ("cellama_model_bytes", "Memory of the model on all devices, in bytes."),
     ),
     *_of(
         "counter",
         "engine",
         MODEL,
-        ("cellama_steps_total", "Steps of the engine.", "steps"),
+        ("cellama_steps_total", "Engine steps.", "steps"),
         ("cellama_mixed_steps_total", "Steps with both prefill and decode tokens.", "mixed_steps"),
         (
             "cellama_batch_strategy_failures_total",
-            "Steps in which the batch strategy failed and another one replaced it.",
+            "Steps in which the batch strategy failed and another strategy replaced it.",
             "strategy_failures",
         ),
         ("cellama_ram_saves_total", "KV states saved in RAM.", "ram_saves"),
@@ -254,14 +256,15 @@ ENGINES = (
     Row(
         "cellama_prefix_lookups_total",
         "counter",
-        "Requests that got a slot, by where their prefix was found: slot, copy (another slot), ram, disk or miss.",
+        "Requests that got a slot, by the place where their prefix was found: slot, copy (another slot), ram, disk "
+        "or miss.",
         ("model", "tier"),
         "engine",
     ),
     Row(
         "cellama_draft_tokens_total",
         "counter",
-        "Draft tokens by source, and whether they were accepted.",
+        "Draft tokens, by source and by whether they were accepted.",
         ("model", "source", "accepted"),
         "engine",
     ),
@@ -277,8 +280,8 @@ ENGINES = (
         ("model", "part"),
         ("cellama_texts_total", "Texts that were embedded or ranked.", "texts"),
         ("cellama_text_tokens_total", "Tokens of texts that were embedded or ranked.", "prompt_tokens"),
-        ("cellama_text_requests_total", "Requests to embed or rank that succeeded.", "requests_finished"),
-        ("cellama_text_requests_failed_total", "Requests to embed or rank that failed.", "requests_failed"),
+        ("cellama_text_requests_total", "Embedding and ranking requests that succeeded.", "requests_finished"),
+        ("cellama_text_requests_failed_total", "Embedding and ranking requests that failed.", "requests_failed"),
     ),
     Row(
         "cellama_requests_total",
@@ -308,7 +311,7 @@ ATTEMPTS = (
     Row(
         "cellama_attempts_total",
         "counter",
-        "Attempts that started, and whether each was the first attempt at its job.",
+        "Attempts that started, by whether they were their job's first attempt.",
         ("model", "class", "first"),
         "attempt",
     ),
@@ -334,7 +337,7 @@ ATTEMPTS = (
     Row(
         "cellama_label_values_dropped_total",
         "counter",
-        "Counts added to `other`, because a label has too many values. The gateway also reports this metric.",
+        "Counts that were added to `other` because a label has too many values. The gateway also reports this metric.",
         ("label",),
         "worker",
     ),
@@ -354,15 +357,18 @@ QUEUES = (
         "gauge",
         "redis",
         ("model", "class"),
-        ("cellama_jobs_waiting", "Number of jobs without a slot, including those that workers hold."),
+        ("cellama_jobs_waiting", "Number of jobs without a slot, including jobs that workers hold."),
         ("cellama_jobs_running", "Number of jobs that have a slot."),
-        ("cellama_oldest_waiting_seconds", "Time that the oldest job of the class has waited. 0 if none waits."),
+        (
+            "cellama_oldest_waiting_seconds",
+            "Time that the oldest job of the class has been waiting. 0 if no job is waiting.",
+        ),
         (
             "cellama_queue_eta_seconds",
-            "Estimated time until a new job gets a slot. Absent while no estimate is possible.",
+            "Estimated time until a new job gets a slot. Absent if no estimate is possible.",
         ),
     ),
-    Row("cellama_queue_workers", "gauge", "Number of running workers that accept jobs of the model.", MODEL, "redis"),
+    Row("cellama_queue_workers", "gauge", "Number of running workers that accept jobs for the model.", MODEL, "redis"),
     *_of(
         "gauge",
         "redis",
@@ -372,49 +378,53 @@ QUEUES = (
         ("cellama_ledger_leases", "Number of messages that workers hold."),
         (
             "cellama_ledger_leases_overdue",
-            "Number of messages whose lease has expired, but which are not in their queue again yet.",
+            "Number of messages whose lease has expired, but which are not back in their queue yet.",
         ),
         (
             "cellama_ledger_leases_overdue_seconds",
-            "Time since the first of these leases expired. It shows how late the reapers are.",
+            "Time since the first overdue lease expired. It shows how far behind the reapers are.",
         ),
         ("cellama_ledger_due", "Number of jobs that the reapers must check now."),
         (
             "cellama_ledger_due_seconds",
-            "Time since the first of these jobs became due. It shows how late the reapers are.",
+            "Time since the first due job became due. It shows how far behind the reapers are.",
         ),
         ("cellama_ledger_missing", "Number of jobs that seem to be neither in a queue nor on a worker."),
         ("cellama_dead_jobs", "Number of dead-letter jobs, which crashed several workers."),
-        ("cellama_redis_memory_bytes", "Memory that Redis uses, in bytes."),
-        ("cellama_redis_memory_limit_bytes", "Memory that Redis may use, in bytes. 0 if it is unlimited."),
+        ("cellama_redis_memory_bytes", "Memory used by Redis, in bytes."),
+        ("cellama_redis_memory_limit_bytes", "Memory limit of Redis in bytes, or 0 if there is no limit."),
     ),
     Row(
         "cellama_bulk_runs",
         "gauge",
-        "Number of bulk runs by state, among the 100 most recently active ones.",
+        "Number of bulk runs by state, among the 100 most recently active runs.",
         ("state",),
         "redis",
     ),
     Row(
-        "cellama_bulk_lines", "gauge", "Number of lines of active bulk runs: done, failed or left.", ("state",), "redis"
+        "cellama_bulk_lines",
+        "gauge",
+        "Number of lines in active bulk runs, by state: done, failed or left.",
+        ("state",),
+        "redis",
     ),
     *_of(
         "gauge",
         "redis",
         ("tenant",),
-        ("cellama_tenant_jobs", "Number of waiting and running jobs of keys that limit simultaneous jobs."),
+        ("cellama_tenant_jobs", "Number of waiting and running jobs for keys that limit concurrent jobs."),
         (
             "cellama_tenant_window_tokens",
             "Number of tokens charged to the tenant's keys in the last one to two minutes.",
         ),
         (
             "cellama_tenant_waiting_jobs",
-            "Number of waiting jobs of a fairness key. The 20 keys with the most service have their own values.",
+            "Number of waiting jobs with a fairness key. The 20 keys with the most service have their own values.",
         ),
-        ("cellama_tenant_running_jobs", "Number of running jobs of a fairness key."),
+        ("cellama_tenant_running_jobs", "Number of running jobs with a fairness key."),
         (
             "cellama_tenant_service_tokens",
-            "Service of a fairness key in the last hour, in tokens as fair shares count them.",
+            "Service that a fairness key received in the last hour, in tokens as counted for fair shares.",
         ),
     ),
 )
@@ -424,7 +434,7 @@ GATEWAY = (
     Row("cellama_http_requests_in_flight", "gauge", "Number of HTTP requests in progress.", (), "gateway"),
     _histogram(
         "cellama_http_first_byte_seconds",
-        "Time from the request to the first byte of the response's body.",
+        "Time from the request to the first byte of the response body.",
         FINE_S,
         "gateway",
         "route",

@@ -125,7 +125,7 @@ class AttemptStream:
         return self.sign.get(line, unsigned)
 
     def to_write(self, event: Event) -> Iterator[Event]:
-        """Yield the events to write when this event arrives. Yields none while the event is gathered."""
+        """Yield the events to write when this event arrives. Nothing is yielded while the event is gathered."""
         if is_output(event) and not self.streams:
             yield from self._gather(event)
         elif event["type"] == "started":
@@ -249,8 +249,8 @@ class Publisher:
         """Start accepting the events of an attempt.
 
         `control` is interrupted if the job has another attempt or has ended, if an event can't be written, or if Redis
-        has lost the last events, so that the job must resume from its journal. The publisher thread calls `on_token`
-        for each event with tokens, once the event is in Redis.
+        has lost the last events. In the last case, the job must resume from its journal. The publisher thread calls
+        `on_token` for each event with tokens, once the event is in Redis.
         """
         stream = AttemptStream(
             attempt=attempt,
@@ -272,7 +272,10 @@ class Publisher:
         )
 
     def hurry(self) -> None:
-        """Limit failed writes to `MAX_CLOSING_WRITES`, because the worker is stopping and others resume its jobs."""
+        """Limit failed writes to `MAX_CLOSING_WRITES`, because the worker is stopping.
+
+        Other workers resume its jobs.
+        """
         self._closing.set()
 
     def close(self, timeout_s: float = 5.0) -> bool:

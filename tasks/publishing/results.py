@@ -98,8 +98,8 @@ def _terminal_event(event: Finished, job_id: str) -> TerminalEvent:
 def result_of(completion: Completion, model_id: str, sign: Sign, job_id: str, first_index: int = 0) -> GenerateResult:
     """Return the result of a generation: the first completion, and all completions as `choices` if there are several.
 
-    Fields that only chats have are next to the text, until `with_messages` moves them into the message. `first_index`
-    is the index of the first completion in the events of the job.
+    Fields that exist only for chats are stored next to the text, until `with_messages` moves them into the message.
+    `first_index` is the index of the first completion in the events of the job.
     """
 
     def choice_of(choice: Completion) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def error_of(failure: JobFailed | InvalidJob) -> Failure:
 
 
 def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
-    """Return the tokens that an engine resumes from, or () if earlier attempts at the job or line have none."""
+    """Return the tokens that an engine resumes from, or () if earlier attempts at the job or line generated none."""
     outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
     if not any(output.tokens for output in outputs):
         return ()

@@ -42,7 +42,7 @@ class Batches:
         return next(iter(self._read([run_id])), None)
 
     def _read(self, run_ids: Iterable[str]) -> list[dict[str, Any]]:
-        """Return the records of these runs, without the runs that have no record."""
+        """Return the records of these runs. Runs without a record are omitted."""
         ids, pipeline = list(run_ids), self._redis.pipeline(transaction=False)
         pipeline.time()
         for run_id in ids:

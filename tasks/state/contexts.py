@@ -50,7 +50,7 @@ def pack(context: KeptContext) -> bytes:
 def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
     """Return the value to store for a context that shares its first `num_shared` tokens with the context `first`.
 
-    The other context is stored together with this one.
+    The other context is stored together with this context.
     """
     return (
         _header(context, CONTINUED)

@@ -28,14 +28,14 @@ def set_weight(redis: Redis, key: str, weight: float | None) -> None:
 
 
 def weights(redis: Redis) -> dict[str, float]:
-    """Return the weights that differ from 1: those of this machine's settings, replaced by those in Redis."""
+    """Return the weights that differ from 1. Weights in Redis override the weights in this machine's settings."""
     stored: Any = redis.hgetall(terms_key())
     found = {name.decode(): float(value) for name, value in stored.items()}
     return {**get_settings().fairness_weights, **{key: found[key] for key in found if not key.startswith(LIMIT)}}
 
 
 def set_limit(redis: Redis, name: str, limit: int | None) -> None:
-    """Set how many jobs of a name (`limit_name`) workers may hold at the same time.
+    """Set how many jobs with a name (`limit_name`) the workers may hold at the same time.
 
     0 means unlimited, and None restores the limit from the settings.
     """
@@ -43,7 +43,7 @@ def set_limit(redis: Redis, name: str, limit: int | None) -> None:
 
 
 def limits(redis: Redis) -> dict[str, int]:
-    """Return the limits, keyed by name (`limit_name`): those of this machine's settings, replaced by those in Redis."""
+    """Return the limits, keyed by `limit_name`. Limits in Redis override the limits in this machine's settings."""
     settings = get_settings()
     found = {**settings.fairness_limits, **{limit_name(model=m): n for m, n in settings.model_limits.items()}}
     stored: Any = redis.hgetall(terms_key())
@@ -54,5 +54,5 @@ def limits(redis: Redis) -> dict[str, int]:
 
 
 def num_held(redis: Redis, name: str) -> int:
-    """Return how many jobs count against the limit of a name (`limit_name`)."""
+    """Return how many jobs count against a name's limit (`limit_name`)."""
     return int(redis.scard(slots_key(name)))

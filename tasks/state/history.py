@@ -1,8 +1,8 @@
 """Read the output and the provenance of earlier attempts at a job, so that the next attempt can continue it.
 
 The output is read from the job's journal. The provenance is in the `started` event of the first attempt. It consists of
-digests of the model and its adapters and, for constrained text, the version of llguidance. Each later attempt continues
-with the same provenance, or fails.
+the digests of the model and its adapters, and the version of llguidance if the text is constrained. Each later attempt
+continues with the same provenance, or fails.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def provenance_of_event(event: StartedEvent) -> Provenance | None:
 def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:
     """Return the provenance of a request with these adapters. If `choice` is None, the model's defaults apply.
 
-    An adapter that is not loaded is omitted, because the engine refuses the request that names it. `also` has the names
-    of adapters that only some lines choose.
+    An adapter that is not loaded is omitted, because the engine refuses the request that names it. `also` contains the
+    names of adapters that only some lines choose.
     """
     infos = _ready(model)
     chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
@@ -111,8 +111,8 @@ def _ready(model: Model) -> list[AdapterInfo]:
 def may_be_served(workers: Iterable[WorkerEntry], model_id: str, required: Provenance) -> bool:
     """Return whether a worker can continue the job.
 
-    A worker can if it has the required model and adapters, had them when it stopped, or is loading a model with this
-    id.
+    This is the case if it has the required model and adapters, had them when it stopped, or is loading a model with
+    this id.
     """
     entries = [e for worker in workers if required.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
@@ -129,7 +129,7 @@ def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable
 
 
 def model_changed(model_id: str) -> JobFailed:
-    """Return the error of a job that can't continue with the model and adapters that it started with."""
+    """Return the error for a job that can't continue with the model and adapters that it started with."""
     message = (
         f"the job started with a different model or adapter named {model_id!r}, which no worker has any more; "
         "submit the job again, or load the previous model and adapters"
@@ -138,7 +138,7 @@ def model_changed(model_id: str) -> JobFailed:
 
 
 def grammar_changed(begun: Provenance, installed: str) -> JobFailed:
-    """Return the error of a constrained job that can't continue because no worker has its version of llguidance."""
+    """Return the error for a constrained job that can't continue because no worker has its version of llguidance."""
     version = f"llguidance {begun.llguidance}" if begun.llguidance else "a version of cellama without llguidance"
     message = (
         f"the job's constrained text started with {version}, which no worker has any more (this worker has "
@@ -193,12 +193,12 @@ class Past:
 
     @property
     def text(self) -> str:
-        """The text of the first completion so far."""
+        """Return the text of the first completion so far."""
         return "".join(self.outputs[0].texts) if 0 in self.outputs else ""
 
     @property
     def usage(self) -> Usage:
-        """The usage of the tokens that earlier attempts have generated."""
+        """Return the usage of the tokens that earlier attempts have generated."""
         return usage_of(completion_tokens=self.num_tokens)
 
     @property
@@ -207,7 +207,7 @@ class Past:
 
 
 def outputs_of_line(line: int) -> range:
-    """Return the indices of the completions of one line in the events of a chunk."""
+    """Return the indices that a chunk's events use for the completions of one line."""
     return range(line * MAX_COMPLETIONS, (line + 1) * MAX_COMPLETIONS)
 
 

@@ -1,7 +1,8 @@
 """List the jobs that have not ended, and find jobs in any state.
 
 `open_jobs` reads running and waiting jobs. `find_jobs` filters these jobs, and the MAX_ENDED jobs that ended last. A
-script filters in Redis, so that 10,000 jobs take about 50 ms, and other commands run between its parts.
+script filters the jobs in Redis. It takes about 50 ms for 10,000 jobs, and runs in parts, between which Redis executes
+other commands.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
 
 
 def queued_models(redis: Redis) -> list[str]:
-    """Return the models for which jobs are waiting or waited recently, even if no worker serves them."""
+    """Return the models for which jobs are waiting or were recently waiting, even if no worker serves them."""
     queues: Any = redis.smembers(queues_key())
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 
@@ -86,7 +87,7 @@ class JobFilter:
     """The jobs to find. An empty text matches all jobs.
 
     `state` is one of FILTER_STATES, `model` an id, `kind` the name of a task without `cellama.`, and `text` a part of
-    the id. `tenant` restricts the jobs to the jobs of the tenant's requests. None stands for all jobs.
+    the id. `tenant` restricts the search to jobs that the tenant's requests created. None means all jobs.
     """
 
     state: str = ""
@@ -105,9 +106,9 @@ class FoundJob:
     kind: str  # name of the task without `cellama.`
     model: str  # id of the model
     priority: int  # 0 (most urgent) to 9
-    tenant: str  # "" if no tenant's request made the job
+    tenant: str  # "" if no tenant's request created the job
     submitted_at: float  # time of submission
-    changed_at: float | None  # time of its start if it is running, of its end if it has ended, or None
+    changed_at: float | None  # start time of a running job, end time of an ended job, or None
     attempts: int  # number of attempts
     worker: str  # worker of the last attempt, or ""
 
@@ -132,8 +133,8 @@ class _JobSet:
 async def find_jobs(redis: AsyncRedis, wanted: JobFilter, limit: int, after: str = "") -> FoundJobs:
     """Return up to `limit` jobs: running jobs, then waiting jobs in queue order, then ended jobs, latest first.
 
-    `after` is the position of a page. A page may have fewer jobs, or none, although there are more. Raises RedisError,
-    and InvalidJob for an invalid position.
+    `after` is the position of a page. A page may contain fewer jobs, or no jobs, although more jobs follow. Raises
+    RedisError, and InvalidJob for an invalid position.
     """
     sets = await _sets(redis, wanted)
     index, rank = _position(after)
@@ -158,7 +159,7 @@ async def find_jobs(redis: AsyncRedis, wanted: JobFilter, limit: int, after: str
 
 
 async def _sets(redis: AsyncRedis, wanted: JobFilter) -> list[_JobSet]:
-    """Return the sorted sets that may contain the wanted jobs, in the order of the list."""
+    """Return the sorted sets that may contain matching jobs, in list order."""
     queues: Any = await redis.smembers(queues_key())
     names = sorted(name for raw in queues if is_model_queue(name := raw.decode()))
     if wanted.model:

@@ -43,11 +43,11 @@ class JobRecord:
     kind: str  # name of the task without `cellama.`
     model: str
     priority: int
-    tenant: str  # "" if no tenant's request made the job
+    tenant: str  # "" if no tenant's request created the job
     submitted_at: float
     may_start_at: float | None  # start of a job with an ETA, in Unix seconds
     num_attempts: int
-    attempts: list[AttemptRecord]  # the last ones, oldest first
+    attempts: list[AttemptRecord]  # the last attempts, oldest first
     started_at: float | None  # when a running job got its slot
     ended_at: float | None
     end: Mapping[str, Any] | None  # its last event
@@ -61,7 +61,10 @@ class JobRecord:
 
 @dataclass(slots=True)
 class JobOutput:
-    """The output of a job up to an event: text and reasoning of each completion. `last_seq` is -1 without events."""
+    """The output of a job up to an event: text and reasoning of each completion.
+
+    `last_seq` is -1 if there are no events.
+    """
 
     texts: dict[int, str] = field(default_factory=dict)
     reasoning: dict[int, str] = field(default_factory=dict)

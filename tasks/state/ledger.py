@@ -1,8 +1,8 @@
 """The ledger of jobs in Redis (docs/delivery.md).
 
 It records which worker holds which message, which attempt is running, and which jobs have ended. Each step is one Lua
-script (tasks/state/lua/ledger.lua), so a worker that dies, or two workers that run the same job, leave no step half
-done. All times come from Redis' clock, which all machines share.
+script (tasks/state/lua/ledger.lua), so no step is left half done when a worker dies or two workers run the same job.
+All times come from Redis' clock, which all machines share.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ class JobWork:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the work is measured in tokens. Otherwise it is measured in seconds."""
+        """Return whether the work is measured in tokens. Other work is measured in seconds."""
         return self.kind in ("generate", "chat")
 
     @property
     def sample_kind(self) -> str:
-        """The kind as it appears in sample keys and in the ledger, where an exclamation mark marks exact work."""
+        """Return the kind as it appears in sample keys and in the ledger. An exclamation mark denotes exact work."""
         return f"{self.kind}!" if self.is_exact else self.kind
 
     @property
     def text(self) -> str:
-        """The work as it is written in the ledger."""
+        """Return the work as it is written in the ledger."""
         return f"{self.sample_kind} {self.num_units} {self.num_parts}"
 
 
@@ -135,9 +135,10 @@ def _count(given: Any, default: int) -> int:
 
 
 def tenant_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the tenant whose request makes a job, or "" if this is unknown. The call may be invalid.
+    """Return the tenant whose request creates a job, or "" if it is unknown. The call may be invalid.
 
-    It is the `cache_scope` without the salt. A part of a bulk run has a tenant if all its lines have the same one.
+    The tenant is the `cache_scope` without the salt. A chunk of a bulk run has a tenant if all its lines have the same
+    tenant.
     """
     kind = KINDS.get(task)
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
@@ -169,19 +170,19 @@ class TaskCall:
 
     @property
     def work(self) -> JobWork:
-        """The work that the call requests."""
+        """Return the work that the call requests."""
         return work_of(self.task, self.args, self.kwargs)
 
     @property
     def tenant(self) -> str:
-        """The tenant whose request makes the job, or "" if this is unknown."""
+        """Return the tenant whose request creates the job, or "" if it is unknown."""
         return tenant_of(self.task, self.args, self.kwargs)
 
     @property
     def fairness_key(self) -> str:
-        """The key by which workers are shared between waiting jobs.
+        """Return the key by which workers are shared between waiting jobs.
 
-        It is the one that the call sets, or else the tenant, or else the setting `default_fairness_key`.
+        It is the key that the call sets, or else the tenant, or else the setting `default_fairness_key`.
         """
         if self.given_fairness_key is not None:
             return self.given_fairness_key
@@ -189,7 +190,7 @@ class TaskCall:
 
     @property
     def prefixes(self) -> str:
-        """Hashes of the prefixes of the prompt, or "" if it is short or the setting `affinity` is off."""
+        """Return hashes of the prompt's prefixes, or "" if the prompt is short or the setting `affinity` is off."""
         return prefixes_of(self.task, self.queue, self.args, self.kwargs) if get_settings().affinity else ""
 
     def digest(self, positional: Sequence[str]) -> str:
@@ -226,7 +227,7 @@ class Submission:
 
     @property
     def num_bytes(self) -> int:
-        """The approximate number of bytes to send to Redis."""
+        """Return the approximate number of bytes to send to Redis."""
         return 2 * len(self.message.payload)
 
 
@@ -235,7 +236,7 @@ def submit_arguments(
 ) -> tuple[list[str], list[Any]]:
     """Return the keys and arguments of the script `submit`.
 
-    The jobs get times of submission that are `step_s` seconds apart. With `limits` (JSON of weights and limits), jobs
+    The jobs get submission times that are `step_s` seconds apart. With `limits` (JSON of weights and limits), jobs
     above a limit are rejected.
     """
     keys: list[str] = []
@@ -293,7 +294,7 @@ class WorkerCache:
 
 
 class JobsLeft(Exception):
-    """Other workers hold the prefixes of the next jobs of the list, so this worker must leave the list to them."""
+    """Other workers hold the prefixes of the next jobs in the list, so this worker must leave the list to them."""
 
     def __init__(self, wait_s: float) -> None:
         """Leave the list for `wait_s` seconds."""
@@ -320,7 +321,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CeleryState:
-    """A state of a job in the JSON that Celery stores. It never expires if `expires_s` is None."""
+    """A state of a job in the JSON that Celery stores. The state never expires if `expires_s` is None."""
 
     value: bytes
     expires_s: int | None
@@ -347,12 +348,12 @@ class Attempt:
 
     @property
     def run_id(self) -> str:
-        """An id that is unique among the attempts at all jobs."""
+        """Return an id that is unique among the attempts at all jobs."""
         return f"{self.job_id}#{self.run}"
 
 
 def renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]:
-    """Return the message of a job, changed for a new job with the id `new_id`."""
+    """Return a job's message, rewritten for a new job with the id `new_id`."""
     headers, properties = message["headers"], message["properties"]
     headers["id"] = properties["correlation_id"] = new_id
     headers["eta"] = None  # this time has passed
@@ -363,7 +364,7 @@ def renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]
 
 
 class DeadJob(TypedDict):
-    """A dead-letter job: a job that ended because it crashed its workers repeatedly."""
+    """A dead-letter job, which ended because it crashed its workers repeatedly."""
 
     id: str
     at: float  # Unix seconds
@@ -376,7 +377,9 @@ class DeadJob(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An event to write. Without a `run`, it belongs to no attempt, and is written only while no attempt is running.
+    """An event to write.
+
+    Without a `run`, it doesn't belong to an attempt, and is written only while no attempt is running.
 
     Raises ValueError, TypeError or RecursionError if the event can't be written, so that the content of an event never
     makes `Ledger.write` fail.
@@ -405,7 +408,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes to send to Redis."""
+        """Return the number of bytes to send to Redis."""
         context_bytes = sum(len(context) for _, context in self.contexts)
         return (
             len(self.event_json)
@@ -416,7 +419,7 @@ class Entry:
 
     @property
     def values(self) -> list[Any]:
-        """The arguments of the script `write`."""
+        """Return the arguments for the script `write`."""
         values = [self.job_id, self.run or "", self.event_class, self.event["seq"]]
         values.append(self.event_json.partition(b",")[2])  # the script adds the seq
         if self.event_class == "terminal":
@@ -428,7 +431,7 @@ class Entry:
 
     @property
     def cost(self) -> float | str:
-        """The cost of a job that ends with this event, in tokens, or "" if the event does not report the usage."""
+        """Return the cost in tokens of a job that ends with this event, or "" if the event doesn't report usage."""
         usage: Any = self.event.get("usage")
         return cost_of(usage) + self.cost_of_lines if usage else ""
 
@@ -448,7 +451,7 @@ class Ledger:
         gathers: bool = False,
         rejects: bool = False,
     ) -> None:
-        """Use the limits and lifetimes of these settings (default: `get_settings()`).
+        """Use the limits and lifetimes from these settings (default: `get_settings()`).
 
         With `gathers`, attempts that several threads start at the same time share one round trip. With `rejects`, the
         setting `over_limit` applies to submissions.
@@ -485,7 +488,7 @@ class Ledger:
 
         For each job, return 1 if it is new, 0 if it exists, or -1 if it exists with another digest. `num_following` is
         the number of jobs of the same request in later calls, which must be placed after the jobs of this call. Raises
-        ResponseError with OVERLIMIT if jobs are rejected. Then no job is queued.
+        ResponseError with OVERLIMIT if jobs are rejected. In this case, no job is queued.
         """
         if not jobs:
             return []
@@ -543,13 +546,13 @@ class Ledger:
     ) -> list[Fetched]:
         """Hold the job that a ticket stands for, and a page of further jobs within the `limits`, for `lease_s`.
 
-        The ticket is a message of cellama with this job id that was popped from the list `key`. The first job is the
-        next one of this list. If no job can be taken, the list has no job of this ticket. If the ticket's own job has
-        no entry, the ticket stands for itself, and the token is empty. If the first call may not have reached Redis,
-        repeat it with the same `token` and `is_repeated`.
+        The ticket is one of cellama's messages, with this job id, and was popped from the list `key`. The first job is
+        the next job in this list. If no job can be taken, the list has no job for this ticket. If the ticket's own job
+        has no entry, the ticket stands for itself, and the token is empty. If the first call may not have reached
+        Redis, repeat it with the same `token` and `is_repeated`.
 
-        A worker with a `cache` gets jobs whose prefixes it holds, among the first ones of the tenant whose turn it is.
-        Raises JobsLeft if it must leave these jobs to other workers. Then the ticket is in the list again.
+        A worker with a `cache` gets jobs whose prefixes it holds, among the first jobs of the tenant whose turn it is.
+        Raises JobsLeft if it must leave these jobs to other workers. In this case, the ticket is back in the list.
         """
         token = token or new_run()
         keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES, self._terms]
@@ -654,8 +657,9 @@ class Ledger:
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Write events to the journals of their jobs and publish them, in order.
 
-        Return two sets of indices of events that were not written. The first set has the events of superseded attempts.
-        The second set has the events that would follow a gap in the stream, because Redis has lost earlier events.
+        Return two sets of indices, which identify the events that were not written. The first set contains the events
+        of superseded attempts. The second set contains the events that would follow a gap in the stream, because Redis
+        has lost earlier events.
         """
         args: list[Any] = [*self._write_options]
         for entry in entries:
@@ -679,7 +683,7 @@ class Ledger:
         return _ending(*found) if found[0] else None
 
     def settle(self, job_id: str) -> None:
-        """Record that Celery has the end of a job, and that the next steps of its canvas have been sent."""
+        """Record that Celery has received a job's end, and that the next steps of the job's canvas have been sent."""
         run_script(self._redis, "settle", [job_key(job_id)], [job_id])
 
     def add_tickets(self, key: str, max_tickets: int) -> int:
@@ -688,7 +692,7 @@ class Ledger:
         return num_tickets
 
     def claim_due(self, max_jobs: int, seconds: float) -> list[tuple[str, str]]:
-        """Claim up to `max_jobs` jobs that are due. For `seconds`, no other reaper gets them.
+        """Claim up to `max_jobs` jobs that are due. No other reaper gets these jobs for `seconds`.
 
         Return pairs of a job's id and its state. The state is "held" if the job has ended and a worker holds its
         message.
@@ -700,7 +704,7 @@ class Ledger:
     def purge_page(
         self, queue: str, priority: int, max_messages: int, revoked: tuple[bytes, bytes], expires_s: int | None
     ) -> Purged:
-        """Cancel up to `max_messages` jobs that wait in the queue. Jobs that a worker holds are not affected.
+        """Cancel up to `max_messages` jobs that are waiting in the queue. Jobs that a worker holds are not affected.
 
         `revoked` is the value that Celery stores, split into the parts before and after the job's id. The value expires
         after `expires_s` seconds, or never if `expires_s` is None.
@@ -718,9 +722,9 @@ class Ledger:
     # For clients
 
     def ahead(self, job_id: str) -> JobsAhead | None:
-        """Return the jobs that get a slot before this one, or None if it is not waiting.
+        """Return the jobs that get a slot before this job, or None if it is not waiting.
 
-        They are an estimate if jobs with several fairness keys are waiting.
+        The result is an estimate if jobs with several fairness keys are waiting.
         """
         found: Any = run_script(self._redis, "ahead", *arguments_of_ahead(job_id))
         if found is None:

@@ -46,7 +46,7 @@ class JournalPage:
 
     @property
     def is_known(self) -> bool:
-        """Whether Redis has data about the job."""
+        """Return whether Redis has data about the job."""
         return self.state is not None or self.last is not None
 
     def end_seq(self) -> int | None:
@@ -91,7 +91,7 @@ class EventCursor:
         """Start after the event with the seq `after`. Raises InvalidJob."""
         if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after < MAX_AFTER:
             raise InvalidJob(
-                f"after: {after!r} is not the seq of an event; give the `seq` of the last event that you have "
+                f"after: {after!r} is not the seq of an event; pass the `seq` of the last event that you have "
                 "received, or -1 for all events"
             )
         self.job_id = job_id
@@ -106,7 +106,7 @@ class EventCursor:
         self.needs_journal, self._next_read = True, self._first
 
     def from_page(self, page: JournalPage) -> list[Event]:
-        """Return the new events of a page of the journal.
+        """Return the new events from a page of the journal.
 
         The stream ends with the terminal event, or immediately if the seq of this event is not above `after`. Raises
         StreamTrimmed if events have expired, and UnknownJob if all events of a finished job have expired.
@@ -140,7 +140,7 @@ class EventCursor:
         )
 
     def from_message(self, message: Any) -> list[Event]:
-        """Return the event of a pub/sub message if it is the next event. Otherwise request the journal."""
+        """Return the event of a pub/sub message if it is the next event. Otherwise, request the journal."""
         if message is None:
             self.needs_journal = True
         elif message["type"] == "subscribe":  # the connection was lost
@@ -150,7 +150,7 @@ class EventCursor:
         return []
 
     def from_published(self, data: bytes) -> list[Event]:
-        """Return a published event if it is the next event. Otherwise request the journal."""
+        """Return a published event if it is the next event. Otherwise, request the journal."""
         event: Event = json.loads(data.decode())  # for bytes, json would detect the encoding first
         self._compare(event)
         if event["seq"] == self.last_seq + 1 == self._next_read:
@@ -164,7 +164,7 @@ class EventCursor:
 
     @property
     def journal_start(self) -> str:
-        """The id of the journal entry to read from."""
+        """Return the id of the journal entry to read from."""
         return stream_id(self._next_read)
 
     def _compare(self, event: Event) -> None:

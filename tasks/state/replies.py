@@ -1,9 +1,10 @@
 """Find the contexts of earlier replies by the conversation that a client sends back.
 
-A client without state sends each reply back in its own format: the reasoning is gone, and the arguments of tool calls
-were parsed and written again. So the chat template would render different tokens from those the model generated. At the
-end of a chat, its worker therefore stores the `finish_key` of the context under a digest of the conversation. A later
-chat that continues the same conversation in the same cache scope continues this context (attempt/replay.py).
+A stateless client sends each reply back in its own format: the reasoning is missing, and the arguments of tool calls
+have been parsed and serialized again. So the chat template would render different tokens from those the model
+generated. At the end of a chat, its worker therefore stores the `finish_key` of the context under a digest of the
+conversation. A later chat that continues the same conversation in the same cache scope continues this context
+(attempt/replay.py).
 
 The digest covers the meaning of each message. It ignores the reasoning, the whitespace around a reply, the ids of
 calls, and the order of keys and the spacing in their arguments. It also ignores arguments that are equal to the default
@@ -77,7 +78,7 @@ class Conversation:
     ) -> None:
         """Compute the digests.
 
-        `conditions` are everything else that contexts must have in common, such as the cache scope and the model.
+        `conditions` contains everything else that contexts must have in common, such as the cache scope and the model.
         `options` and `tools` are the variables that the chat template receives.
         """
         self._defaults = _defaults_of(tools)
@@ -100,12 +101,12 @@ class Conversation:
 
     @property
     def has_replies(self) -> bool:
-        """Whether messages follow a reply."""
+        """Return whether any messages follow a reply."""
         return "assistant" in self._roles[:-1]
 
     @property
     def last_reply(self) -> int:
-        """The number of messages up to and including the last reply that messages follow."""
+        """Return the number of messages up to and including the last reply that other messages follow."""
         return max(end for end, role in enumerate(self._roles[:-1], 1) if role == "assistant")
 
     def find(self, redis: Redis) -> Found:
@@ -145,7 +146,7 @@ class Conversation:
         """Return the pairs of Redis key and value to store when the next replies are complete.
 
         `replies` are messages with the finish_key of their contexts. The contexts start with the context of `replayed`,
-        which contains the first `num_replayed` messages. A reply without text and calls is not stored.
+        which contains the first `num_replayed` messages. A reply that contains neither text nor calls is not stored.
         """
         num_messages = len(self._roles)
         started = ""
@@ -175,7 +176,7 @@ class Conversation:
         """Return why the latest context of this conversation can't be continued, and the index of the message.
 
         If nothing in the messages explains it, there is no record of the reply: it has expired, or the reply belongs to
-        a job with a `parent_key`, whose messages are only the new ones.
+        a job with a `parent_key`. Such a job contains only the new messages.
         """
         if latest is None:
             return "unknown", None
@@ -240,14 +241,14 @@ def _defaults_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, byte
 
 
 def _without(defaults: Mapping[str, bytes], arguments: Any) -> Any:
-    """Return arguments without those that are equal to their defaults."""
+    """Return arguments, omitting arguments that are equal to their defaults."""
     if not defaults or not isinstance(arguments, dict):
         return arguments
     return {name: value for name, value in arguments.items() if defaults.get(name) != _digest_of(value)}
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value in which 1.0 equals 1, because JavaScript writes both in the same way."""
+    """Normalize a JSON value so that 1.0 equals 1, because JavaScript writes both in the same way."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

@@ -76,7 +76,7 @@ class SentScript:
     """
 
     def __init__(self, redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> None:
-        """Send the script. `reply` raises its errors."""
+        """Send the script. Its errors are raised by `reply`."""
         self._run_again = functools.partial(run_script, redis, name, keys, args)
         self._pool = redis.connection_pool
         self._connection: Any = None
@@ -171,7 +171,7 @@ def _constants() -> dict[str, str | float]:
 def source(name: str) -> str:
     """Return the source of a script: the part of ledger.lua after its mark, and the definitions that it uses.
 
-    Redis runs the definitions again in each call, so others are omitted.
+    Redis runs the definitions again in each call, so unused definitions are omitted.
     """
     constants = {constant: f"local {constant} = {value!r}\n" for constant, value in _constants().items()}
     shared, scripts = _parts()
@@ -194,7 +194,7 @@ def _parts() -> tuple[list[tuple[str, str]], dict[str, str]]:
 
 @dataclass(eq=False, slots=True)
 class ScriptCall:
-    """A call of a script that a thread waits for, with its reply or error once it has ended."""
+    """A script call that a thread is waiting for, with its reply or error once it has ended."""
 
     name: str
     keys: Sequence[str]
@@ -265,7 +265,7 @@ class Gathered:
         return [self._retry_unknown(call, reply) for call, reply in zip(page, replies, strict=True)]
 
     def _retry_unknown(self, call: ScriptCall, reply: Any) -> Any:
-        """Return the reply. If Redis did not have the script yet, run it again."""
+        """Return the reply. If Redis had not cached the script yet, run it again."""
         if not isinstance(reply, NoScriptError):
             return reply
         try:

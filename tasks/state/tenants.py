@@ -1,4 +1,4 @@
-"""Count the jobs and the recent service of each tenant, for people (docs/fair-share.md).
+"""Count the jobs and the recent service of each tenant, to be displayed (docs/fair-share.md).
 
 Workers add the cost of each job that ends to the current period. A period is a sorted set of fairness keys.
 """
@@ -49,7 +49,7 @@ class QueueShare:
 
 
 class ServiceWriter:
-    """Adds the service of one worker's jobs in Redis. Any thread may call `note`, the registry thread calls `flush`."""
+    """Adds the service of one worker's jobs to Redis. Any thread may call `note`. The registry thread calls `flush`."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

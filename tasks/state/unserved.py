@@ -1,21 +1,22 @@
 """End the jobs that no worker serves, so that their callers don't wait forever.
 
-Each worker reports its queues every few seconds (`report_served`), from the start of its process on. A queue therefore
-counts as served while a worker downloads or loads its model. The time of a job starts at the latest of three moments:
+Each worker reports its queues every few seconds (`report_served`), from the start of its process. A queue therefore
+counts as served while a worker downloads or loads its model. A job's timeout starts at the latest of three moments:
 
-1. when the job could start: its submission, or its ETA
-2. when a worker last reported the queue of the job
-3. since when workers have looked for such jobs without an interruption. After an outage of Redis, or of all workers,
-   every job gets its whole time again
+1. when the job could start, which is its submission or its ETA
+2. when a worker last reported the job's queue
+3. when workers started to search for such jobs without interruption
 
-One worker at a time looks. It ends jobs through the ledger, so a worker that starts to serve a queue at this moment
-does not run a job that has ended.
+After an outage of Redis or of all workers, every job's timeout therefore starts again.
+
+Only one worker at a time searches. It ends jobs through the ledger, so a worker that starts to serve a queue at this
+moment does not run a job that has ended.
 
 Producers with plain Celery can send jobs to a queue that no worker reads. Such a *stray* has no entry in the ledger.
-The search finds it among the oldest messages of all queues that kombu has declared, gives it an entry when its time is
-up, and then ends it like any other job. Messages of other tasks are never changed.
+The search finds it among the oldest messages of all queues that kombu has declared, and gives it an entry when its
+timeout has passed. Then it ends the stray like any other job. Messages of other tasks are never changed.
 
-If no worker is running, a caller that waits for the result of a job ends this job itself (`UnservedWait`).
+If no worker is running, a caller that is waiting for the result of a job ends this job itself (`UnservedWait`).
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ from .scripts import run_script
 log = event_logger(__name__)
 
 MIN_LEASES = 4  # shortest timeout in leases, longer than an interruption that is not noticed
-MAX_GAP_LEASES = 3  # longest time in leases between two looks, before all jobs get their whole time again
-LOCK_SHARE = 0.9  # fraction of the period, so that the lock expires before the next look
+MAX_GAP_LEASES = 3  # longest time in leases between two searches, after which every job's timeout starts again
+LOCK_SHARE = 0.9  # fraction of the period, so that the lock expires before the next search
 STRAYS_PERIOD_S = 60.0  # longest time between two searches for strays, which read the names of all keys
 MAX_STRAYS = 200  # messages at the head of each list that are searched for strays
 MAX_STRAY_BYTES = 8 << 20  # size of the messages of a queue that are searched, which takes a few milliseconds
 SCAN_COUNT = 1000  # keys per command, during which Redis serves no other client
 BINDINGS = "_kombu.binding.*"  # sets of the queues that producers and workers have declared (kombu.transport.redis)
-MAX_CHECKED = 1000  # jobs of a queue and priority that are checked in one look, which takes a few milliseconds
-MAX_ENDED = 500  # jobs of a queue that are ended in one look, which takes about a second
+MAX_CHECKED = 1000  # jobs of a queue and priority that are checked in one search, which takes a few milliseconds
+MAX_ENDED = 500  # jobs of a queue that are ended in one search, which takes about a second
 
 
 def report_served(redis: Redis, queues: Collection[str]) -> None:
@@ -98,7 +99,7 @@ def model_hint(model: str, served: Collection[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A message of plain Celery in a queue that no worker of cellama reads."""
+    """A message from plain Celery in a queue that no cellama worker reads."""
 
     queue: str
     priority: int
@@ -133,7 +134,7 @@ class UnservedJobs:
         self._queues_read = queues_read
 
     def run_once(self) -> int:
-        """End unserved jobs unless another worker looks in this period. Return the number of ended jobs."""
+        """End unserved jobs, unless another worker searches in this period. Return the number of ended jobs."""
         if not self._acquire_duty("unserved", self.period_s):
             return 0
         args = [MAX_GAP_LEASES * self.period_s]
@@ -197,7 +198,7 @@ class UnservedJobs:
         return True
 
     def end_of(self, job_id: str) -> events.ErrorEvent | None:
-        """Return the last event of a waiting job of a model that no worker serves, or None if its time is not up."""
+        """Return the last event of a waiting job whose model no worker serves, or None if its timeout is not over."""
         fields: Any = self._redis.hmget(job_key(job_id), "state", "queue", "submitted_at", "delay")
         state, queue, submitted_at, delay = (value and value.decode() for value in fields)
         is_waiting = state in ("queued", "handed_back") and self._redis.zscore(leases_key(), job_id) is None
@@ -212,7 +213,7 @@ class UnservedJobs:
     # Messages of plain Celery
 
     def _adopt_strays(self, now: float, watched_since: float) -> None:
-        """Give strays whose time is up an entry in the ledger, and record when each other stray was detected."""
+        """Add strays whose timeout has passed to the ledger, and record when each other stray was detected."""
         strays = {
             stray.job_id: stray
             for queue in self._declared_queues()
@@ -264,10 +265,11 @@ class UnservedJobs:
 
 
 class UnservedWait:
-    """Ends the jobs that a caller waits for, if their time passes while the caller waits and no worker ends them.
+    """Ends the jobs that a caller is waiting for, if their timeout passes during the wait and no worker ends them.
 
-    The time of these jobs also starts again when the wait starts, because a worker may be about to start. A job ends if
-    two checks in a row find it unserved, because after an outage of Redis workers have not reported their queues yet.
+    The timeout of these jobs also starts again when the wait starts, because a worker may be about to start. A job ends
+    only if two consecutive checks find it unserved, because workers may not have reported their queues yet after an
+    outage of Redis.
     """
 
     def __init__(self, jobs: UnservedJobs) -> None:
@@ -278,11 +280,11 @@ class UnservedWait:
 
     @property
     def is_due(self) -> bool:
-        """Whether `check` should be called now."""
+        """Return whether `check` should be called now."""
         return time.monotonic() >= self._next_at
 
     def check(self, job_ids: Iterable[str]) -> None:
-        """If a check is due, end those of these jobs that no worker serves. While Redis is unreachable, do nothing."""
+        """If a check is due, end the jobs that no worker serves. While Redis is unreachable, do nothing."""
         if not self.is_due:
             return
         now = time.monotonic()

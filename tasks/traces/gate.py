@@ -39,8 +39,8 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Create a span that covers sending these jobs, and add its context to the headers of their messages.
 
     `options` contains Celery's options for each job, with `task_id` and `headers`. The parent of the span is the
-    context in the headers of the first job, or else the current span, or else the job that is running on this thread
-    and sends its next task. If the setting `traces` is false, nothing is created.
+    context in the headers of the first job, or else the current span. If there is no current span, it is the job that
+    is running on this thread and sends its next task. If the setting `traces` is false, nothing is created.
     """
     traces = tracing() if options else None
     if traces is None:
@@ -72,12 +72,12 @@ def trace_span(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]
 
 
 def current_headers() -> dict[str, str]:
-    """Return the headers that carry the context of the current span, or an empty dict without a span."""
+    """Return the headers that carry the context of the current span, or an empty dict if there is no span."""
     traces = tracing()
     return {} if traces is None else traces.headers_of()
 
 
 def current_trace_id() -> str:
-    """Return the id of the current trace in the format of logs, or "" without a trace."""
+    """Return the id of the current trace in the format of logs, or "" if there is no trace."""
     traceparent = current_headers().get(TRACEPARENT, "")
     return traceparent.split("-")[1] if traceparent else ""

@@ -39,7 +39,7 @@ class SpanIds(IdGenerator):
 
     @contextlib.contextmanager
     def fixed(self, run: str, job_id: str) -> Iterator[None]:
-        """Use the id of this run for spans of this thread in the block, and the job's trace if they have no parent."""
+        """Within the block, use this run's id for spans of this thread, and the job's trace if they have no parent."""
         self._fixed.ids = (run_span_id(run), int(hashlib.sha256(job_id.encode()).hexdigest()[:32], 16))
         try:
             yield

@@ -72,7 +72,7 @@ class ModelChanges:
         self._loader.start_command(key_text(key), act)
 
     def _write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
-        """Write an entry of the desired state, and retry until Redis accepts it, because the change is already made."""
+        """Write an entry to the desired state, and retry until Redis accepts it, because the change is already made."""
         with redis_waits.of("the desired state") as waits:
             while True:
                 try:
@@ -84,7 +84,10 @@ class ModelChanges:
                     time.sleep(WRITE_RETRY_S)
 
     def load(self, model: dict[str, Any], *, whole_pool: bool = True) -> None:
-        """Start loading a model from the fields of a `[[models]]` table. Its jobs are taken once it has loaded."""
+        """Start loading a model from the fields of a `[[models]]` table.
+
+        The worker takes its jobs once it has loaded.
+        """
         settings = ModelSettings(**model)
         key = model_key(settings.id)
         override, loaded = override_in(self._record.read(), key), self._loader.models().get(settings.id)
@@ -147,7 +150,7 @@ class ModelChanges:
         self._loader.start_emptying_cache(model_id)
 
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
-        """Serve jobs for `:default` from this model. Raises UnknownModel."""
+        """Serve jobs for `:default` with this model. Raises UnknownModel."""
         self._manager.get(model_id)
         # The entry first, else reconciling could undo the change.
         self._record.write(DEFAULT_KEY, Override(default=model_id), whole_pool=whole_pool)
@@ -168,7 +171,7 @@ class ModelChanges:
         self._start(key, load, Override(adapter=adapter), whole_pool=whole_pool)
 
     def set_adapter_scale(self, model_id: str, name: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Set the scale of an adapter for jobs that choose no adapters. Raises UnknownModel or UnknownAdapter."""
+        """Set the scale of an adapter for jobs that don't choose adapters. Raises UnknownModel or UnknownAdapter."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         model.engine.adapters.check_scale(name, scale)
         adapter = AdapterSettings(source=self._loader.adapters()[key].source, scale=scale)

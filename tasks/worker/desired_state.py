@@ -1,10 +1,10 @@
 """The desired state of a worker: the models in its settings, and the changes that commands made at run time.
 
-Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each record is a hash
-whose keys stand for a model, an adapter of a model, or the default model. A value contains the required settings, or a
-note that the model, adapter or default must be absent. An entry for the worker overrides the entry for its pool, which
-overrides the settings. The functions are pure, and only `DesiredStateRecord` reads and writes Redis.
-docs/adr/012-pools.md gives the reasons.
+Redis stores two records of these changes: one for the worker's pool, and one for the worker alone. Each record is a
+hash whose keys identify a model, an adapter of a model, or the default model. A value contains the required settings,
+or a note that the model, adapter or default must be absent. An entry for the worker overrides the entry for its pool,
+which overrides the settings. The functions are pure, and only `DesiredStateRecord` reads and writes Redis.
+docs/adr/012-pools.md explains the reasons.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def corrections(
 ) -> Iterator[Correction]:
     """Yield the actions that a worker with these models and adapters needs, starting with actions that free memory.
 
-    The adapters in `models` are ignored, because `adapters` has the current ones.
+    The adapters in `models` are ignored, because `adapters` contains the current adapters.
     """
     for model_id, model in models.items():
         if model_id not in desired.models or not loads_the_same(desired.models[model_id], model, adapters=False):
@@ -245,8 +245,8 @@ class DesiredStateRecord:
     def write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
         """Write an entry for the pool or for this worker.
 
-        With `before`, which comes from `text_of`, nothing is written if the entry has changed since. An entry for the
-        pool replaces the entry for this worker. If a model must be absent, the entries of its adapters are removed.
+        With `before`, which comes from `text_of`, nothing is written if the entry has changed since then. An entry for
+        the pool replaces the entry for this worker. If a model must be absent, the entries of its adapters are removed.
         """
         name = field_of(key)
         text = override.model_copy(update={"at": redis_time(self._redis)}).text()
@@ -275,13 +275,13 @@ class DesiredStateRecord:
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
-                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next attempt is in a day; see the "
-                "workers' logs, or load the model with a command to retry now"
+                f"the last {MAX_CRASHED_LOADS} loads crashed the worker, so the next attempt will be made in a day; "
+                "check the workers' logs, or load the model with a command to retry now"
             )
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 
     def end_load(self, key: Key | None) -> None:
-        """Record that a load has succeeded or failed. None stands for all loads of this worker. Never raises."""
+        """Record that a load has succeeded or failed. None means all loads of this worker. Never raises."""
         try:
             if key is None:
                 self._redis.delete(self._loads)

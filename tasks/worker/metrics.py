@@ -1,7 +1,7 @@
 """Count the metrics of a worker, and serve them to Prometheus (docs/adr/023-metrics.md).
 
 Attempts and requests are counted when they end. The counts of engines, embedders and rerankers are read from their
-snapshots at each scrape, which delays no engine.
+snapshots at each scrape, which doesn't delay the engines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Load and unload models while a worker runs, either on command or because its desired state requires it.
+"""Load and unload models while a worker is running, either on command or because its desired state requires it.
 
 `ModelLoader` works in the background, and adapts the worker's queues and the size of its pool. `Reconciler` compares
-the loaded models with the desired state, starts the missing actions, and reports what is missing.
+the loaded models with the desired state, starts the required actions, and reports missing models and adapters.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_models(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FailedAction:
-    """The failure of the last load or unload of a model or adapter, and the time of its retry."""
+    """The failure of the last load or unload of a model or adapter, and the time of the next retry."""
 
     failure: LoadFailure
     at: float  # monotonic time in seconds
@@ -113,8 +113,8 @@ class ModelLoader:
     ) -> None:
         """Start with the models in `loaded`.
 
-        `load` loads a model and connects it with the publisher. `num_jobs` is the number of jobs that each model adds
-        to the pool, and the loader updates it. `on_change` is called after each action.
+        `load` loads a model and connects it to the publisher. `num_jobs` is the number of jobs that each model adds to
+        the pool, and the loader updates it. `on_change` is called after each action.
         """
         self._manager = manager
         self._consumer = consumer
@@ -276,7 +276,10 @@ def _num_held(queues: Sequence[str]) -> int:
 
 
 class Reconciler:
-    """Brings a worker to its desired state, and reports what it lacks. The registry thread calls `reconcile`."""
+    """Brings a worker to its desired state, and reports missing models and adapters.
+
+    The registry thread calls `reconcile`.
+    """
 
     def __init__(
         self, settings: Settings, manager: ModelManager, loader: ModelLoader, record: DesiredStateRecord

@@ -1,4 +1,4 @@
-"""Share the cores of a machine between its workers, each of which reports its use of cores in Redis."""
+"""Share a machine's cores between its workers, each of which reports its core usage in Redis."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Neighbours:
         self._key: str | None = None
 
     def share_cores(self) -> None:
-        """Write this worker's report, and read the reports of the others. Raises RedisError."""
+        """Write this worker's report, and read the other workers' reports. Raises RedisError."""
         report, now = self._cores.report(), redis_time(self._redis)
         self._key = machine_key(report["machine"])
         entry = Neighbour(self._worker, socket.gethostname(), now, report)
@@ -60,7 +60,7 @@ class Neighbours:
         self._cores.meet(peers_of(self._worker, report, others))
 
     def close(self) -> None:
-        """Remove this worker's report, so that the others can use its cores immediately."""
+        """Remove this worker's report, so that other workers can use its cores immediately."""
         if self._key is not None:
             try:
                 self._redis.hdel(self._key, self._worker)
@@ -77,7 +77,10 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
 
 
 def peers_of(worker: str, report: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
-    """Return the workers that share a processor with this one. The order of names decides who gets a remaining core."""
+    """Return the workers that share a processor with this worker.
+
+    The order of their names decides which worker gets a remaining core.
+    """
     host = socket.gethostname()  # workers of the same container share its CPU limit
     return [
         Peer(

@@ -1,4 +1,4 @@
-"""Describe the prefix caches of a worker to the ledger, which gives the worker jobs whose prefixes it holds."""
+"""Describe a worker's prefix caches to the ledger, which gives the worker jobs whose prefixes it holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PrefixCache:
     """The caches of all models of a worker process. Thread-safe."""
 
     def __init__(self, ledger: Ledger, worker: str, manager: ModelManager) -> None:
-        """Describe the caches of this `worker`, which is the name that `Ledger.begin` gets as well."""
+        """Describe the caches of this `worker`, which is also the name that is passed to `Ledger.begin`."""
         self._ledger = ledger
         self._worker = worker
         self._manager = manager
@@ -25,7 +25,7 @@ class PrefixCache:
         self._measure()
 
     def __call__(self) -> WorkerCache:
-        """Return the current size and speed."""
+        """Return the current size and speed of the caches."""
         return WorkerCache(self._worker, BYTES_PER_TOKEN * self._num_tokens, BYTES_PER_TOKEN * self._rate)
 
     def observe(self, completion: Completion) -> None:

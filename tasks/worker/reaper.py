@@ -6,9 +6,9 @@ Each worker has a reaper thread, and the reapers of several workers may run conc
 
 2. The ETA of a job has passed. The message returns to its queue.
 
-3. A job is due. Its timeout has passed while no worker is running it, or it has ended but Celery has not received its
-   end or the next task of its canvas has not been sent. A reaper claims a few jobs at a time, so no two reapers handle
-   the same job.
+3. A job is due. Its timeout has passed while no worker is running it, or its end is incomplete. An end is incomplete if
+   Celery has not received it, or the next task of the job's canvas has not been sent. A reaper claims a few jobs at a
+   time, so no two reapers handle the same job.
 
 4. A ticket is lost because its worker was killed between two commands. Then a list has fewer tickets than its backlog
    has jobs, and the reaper pushes the tickets that were already missing a period ago. A running job is lost if no
@@ -80,19 +80,23 @@ class LeaseKeeper:
     def renew(self) -> int:
         """Renew the lease of every message that this worker holds, and return the number of messages.
 
-        A message that another worker holds by now, because this worker was frozen or disconnected, is forgotten.
+        If another worker has taken a message in the meantime, because this worker was frozen or disconnected, the
+        message is forgotten.
         """
         try:
             held = {taken_of(message): message for message in self._held()}
         except (AttributeError, RuntimeError) as error:
             log.info(
-                "leases not renewed", detail=f"the consumer changed meanwhile ({error!r}); retrying in the next period"
+                "leases not renewed",
+                detail=f"the consumer changed in the meantime ({error!r}); retrying in the next period",
             )
             return 0
         messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}
         for lost in self._ledger.renew(list(messages), self._lease_s):
             log.warning(
-                "lease lost", job_id=lost.job_id, detail="the lease was not renewed in time; another worker has the job"
+                "lease lost",
+                job_id=lost.job_id,
+                detail="the lease was not renewed in time; another worker has taken the job",
             )
             forget_lost(messages[lost])
         return len(messages)
@@ -131,7 +135,7 @@ class Reaper:
             self.find_missing()
 
     def _acquire_duty(self, duty: str, period_s: float) -> bool:
-        """Return whether this reaper got the lock for a duty in this period."""
+        """Return whether this reaper acquired the lock for a duty in this period."""
         return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=max(1, int(period_s * 1e3 * LOCK_SHARE))))
 
     # Jobs that are due
@@ -194,16 +198,16 @@ class Reaper:
                         "tickets pushed",
                         queue=queue,
                         num_tickets=num_tickets,
-                        detail="they were lost, or a limit was raised",
+                        detail="tickets were lost, or a limit was raised",
                     )
                 num_found += num_tickets
         num_slots = run_script(self._redis, "check_slots", [], [])
         if num_slots:
-            log.warning("slots returned", num_slots=num_slots, detail="the entries of their jobs were lost")
+            log.warning("slots returned", num_slots=num_slots, detail="the ledger entries of their jobs were lost")
         suspects |= set(self._running_without_lease())
         lost = [job_id for job_id in suspects if self._requeue_if_lost(job_id)]
         for job_id in lost:
-            log.warning("job requeued", job_id=job_id, detail="its message was lost")
+            log.warning("job requeued", job_id=job_id, detail="the job's message was lost")
         return num_found + len(lost)
 
     def _requeue_if_lost(self, job_id: str) -> bool:

@@ -70,7 +70,10 @@ def _prepare_process() -> None:
 
 
 def limit_free_heap(libc: Any = None) -> bool:
-    """Make the C library return most freed memory to the system. Returns False if it refuses, or is not glibc."""
+    """Make the C library return most freed memory to the system.
+
+    Returns False if the library refuses, or is not glibc.
+    """
     libc = libc or ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
         return False
@@ -84,7 +87,7 @@ def limit_free_heap(libc: Any = None) -> bool:
 def trim_heap(libc: Any = None) -> None:
     """Return free memory between used blocks to the system. Does nothing with a C library other than glibc.
 
-    It takes some milliseconds, during which other threads can't allocate memory.
+    This takes a few milliseconds, during which other threads can't allocate memory.
     """
     libc = libc or ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "malloc_trim"):
@@ -92,7 +95,7 @@ def trim_heap(libc: Any = None) -> None:
 
 
 class Quarantine:
-    """Finds the job that crashes workers, by running each suspected job without other new jobs.
+    """Finds the job that crashes workers, by running each suspected job while no other jobs start.
 
     A job is unproven until its first token, or its end, is in Redis. When a worker crashes, each unproven job is a
     suspect. The next attempt of a suspect starts when no other job is unproven, and no other job starts until the
@@ -136,8 +139,8 @@ class Runtime:
     """The models and Redis connections of a worker process, and its threads.
 
     `__init__` starts the threads of `manager` (one per engine, embedder and reranker), of `publisher` and `watchdog`,
-    and of the middlewares that the settings enable. A further thread reports the worker's queues, so that jobs of a
-    model wait while it is loading.
+    and of the middlewares that the settings enable. A further thread reports the worker's queues, so that a model's
+    jobs wait while the model is loading.
 
     `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader has
     its own thread.
@@ -152,7 +155,7 @@ class Runtime:
     def __init__(
         self, settings: Settings, worker: str, store: Store, queues_read: Callable[[], Collection[str]]
     ) -> None:
-        """Load the models of the settings. The reaper reports the ends of jobs to Celery through `store`.
+        """Load the models in the settings. The reaper reports the ends of jobs to Celery through `store`.
 
         `queues_read` returns the queues that Celery workers read (`UnservedJobs`). Raises ModelLoadFailed and
         InvalidRequest, after closing everything that was started.
@@ -215,7 +218,7 @@ class Runtime:
         return connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
 
     def _initial_models(self) -> list[ModelSettings]:
-        """Return the models of the settings, without the models that commands have unloaded or replaced."""
+        """Return the models in the settings, except models that commands have unloaded or replaced."""
         try:
             desired = desired_state(self.settings, self._record.read()).models
         except RedisError as error:
@@ -371,7 +374,7 @@ class Runtime:
         """Stop all threads. The registry is updated first, and the publisher writes all events.
 
         KV states are saved until `save_until` (monotonic time in seconds), and for at least `MIN_SAVE_S`, because other
-        workers have the jobs by then. If `save_until` is 0, no states are saved.
+        workers have taken over the jobs by then. If `save_until` is 0, no states are saved.
         """
         if self._registration is not None:
             self._registration.close()

@@ -1,4 +1,4 @@
-"""Sign the reasoning in replies, so that a worker detects whether a client has changed it or the messages before it."""
+"""Sign the reasoning in replies, so workers can detect whether a client has changed it or the messages before it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Signer:
         return self._key is not None
 
     def after(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> Signer:
-        """Return a signer for reasoning that follows these messages. Its signatures are only valid after them.
+        """Return a signer for reasoning that follows these messages.
 
-        `parent_key` is the key of the context that the messages continue.
+        The signatures are valid only after these messages. `parent_key` is the key of the context that the messages
+        continue.
         """
         if self._key is None:
             return self
@@ -56,7 +57,7 @@ class Signer:
         return None
 
     def sign(self, text: str) -> str:
-        """Return the signature of a text in hex, or "" without a key."""
+        """Return the signature of a text in hex, or "" if there is no key."""
         if self._key is None:
             return ""
         return hmac.new(self._key.encode(), f"{self._conversation}\n{text}".encode(), hashlib.sha256).hexdigest()

@@ -74,7 +74,10 @@ def telemetry_middlewares(hook: Hook | str | None, logged: Logged) -> list[Middl
 
 
 class TelemetryRelay(Middleware):
-    """Relays the telemetry of engines to the hooks of middlewares. Without such hooks it starts no thread."""
+    """Relays the telemetry of engines to the hooks of middlewares.
+
+    If there are no such hooks, it doesn't start a thread.
+    """
 
     def __init__(self, worker: str) -> None:
         self._worker = worker

@@ -26,7 +26,7 @@ from cellama.tasks.traces.conventions import NAMES, OPERATIONS, carried, of_mess
 from cellama.tasks.traces.tracing import Tracing, below, trace_id_of
 
 LOST = "lost"
-LOST_TEXT = "the worker crashed or lost Redis before it reported an end; the times are from the ledger"
+LOST_TEXT = "the worker crashed or lost its Redis connection before it reported the end; the times are from the ledger"
 MessagePart = dict[str, Any]
 
 

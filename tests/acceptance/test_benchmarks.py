@@ -87,7 +87,7 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         assert report["ratios"][NONE[name]] == 0
 
 
-def test_bench_all_runs_the_short_forms_and_reports_the_exit_code_of_each() -> None:
+def test_bench_all_runs_short_benchmarks_and_reports_each_exit_code() -> None:
     done = bench("all", "--short", "--only", "tokenize_overhead", "single_generate", "--model", str(TINY_PATH))
     assert done.returncode == 0, done.stderr[-2000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -55,7 +55,7 @@ def test_generate_streams_text_in_chunks(machine: Machine) -> None:
     assert "".join(e.get("text", "") for e in events) + "\n" == done.stdout
 
 
-def test_redis_password_is_found_by_programs_of_the_same_user_and_never_printed(machine: Machine) -> None:
+def test_redis_password_is_available_to_programs_of_the_same_user_and_never_printed(machine: Machine) -> None:
     assert "@" not in machine.environment["CELLAMA_REDIS_URL"]
     argv = [sys.executable, "-c", PRODUCER]
     options: dict[str, Any] = {"cwd": machine.folder, "env": machine.environment, "text": True}
@@ -138,7 +138,7 @@ def test_generate_exits_with_a_message_when_the_model_is_unknown_or_the_job_fail
     assert "Traceback" not in unknown.stderr + too_long.stderr
 
 
-def test_cancel_stops_a_job_of_another_process(machine: Machine) -> None:
+def test_cancel_stops_a_job_started_by_another_process(machine: Machine) -> None:
     argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--json", "--ignore-eos", "--max-tokens", "1900"]
     options: dict[str, Any] = {
         "cwd": machine.folder,
@@ -188,7 +188,7 @@ def test_generate_cancels_its_job_when_its_output_pipe_closes(machine: Machine) 
     assert (job.returncode, "cancelled job" in told) == (1, True)
 
 
-def test_follow_streams_a_job_of_another_process_without_cancelling_it(machine: Machine) -> None:
+def test_follow_streams_a_job_started_by_another_process_without_cancelling_it(machine: Machine) -> None:
     with machine.slowed():
         argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900", "--json"]
         with subprocess.Popen(

@@ -135,7 +135,7 @@ def line_of(process: subprocess.Popen[str]) -> Any:
 
 
 @pytest.mark.parametrize("worker_version", VERSIONS)
-def test_jobs_queued_by_either_version_finish_on_a_worker_of_either_version(
+def test_jobs_queued_by_either_version_finish_on_workers_with_either_version(
     installation: Installation, redis: Redis, previous: Path, worker_version: str
 ) -> None:
     producers = [installation.start(version, "-c", PRODUCER, "tiny", str(PATIENCE_S)) for version in VERSIONS]
@@ -153,7 +153,7 @@ def test_jobs_queued_by_either_version_finish_on_a_worker_of_either_version(
 
 
 @pytest.mark.parametrize(("killed", "survivor"), [VERSIONS, VERSIONS[::-1]])
-def test_running_jobs_of_a_killed_worker_resume_on_a_worker_of_the_other_version(
+def test_running_jobs_of_a_killed_worker_resume_on_a_worker_with_the_other_version(
     installation: Installation, redis: Redis, killed: str, survivor: str
 ) -> None:
     first = installation.worker(killed).wait_ready()
@@ -203,7 +203,9 @@ def test_workers_of_both_versions_share_a_queue_and_lose_no_job(
     wait_until(lambda: not redis.exists(list_key), "the list to be empty")
 
 
-def test_bulk_run_of_the_previous_command_is_resumed_by_this_one(installation: Installation, tmp_path: Path) -> None:
+def test_bulk_run_of_the_previous_version_is_resumed_by_the_current_version(
+    installation: Installation, tmp_path: Path
+) -> None:
     num_lines = 60
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
     lines = [{"id": number, "prompt": f"Once upon a time {number}", **greedy} for number in range(num_lines)]

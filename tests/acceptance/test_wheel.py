@@ -88,7 +88,7 @@ def wheel(released: Path) -> Path:
     return released / f"cellama-{VERSION}-py3-none-any.whl"
 
 
-def test_dry_run_writes_packages_notes_and_sums_and_creates_no_tag(clone: Path, released: Path) -> None:
+def test_dry_run_writes_packages_notes_and_checksums_without_creating_a_tag(clone: Path, released: Path) -> None:
     files = {str(file.relative_to(released)) for file in released.rglob("*") if file.is_file()}
     packages = {f"cellama-{VERSION}{ending}" for ending in (".tar.gz", "-py3-none-any.whl")}
     assert files == {*packages, "NOTES.md", "SHA256SUMS"}
@@ -120,7 +120,7 @@ def test_sdist_contains_exactly_the_sources_of_the_wheel(released: Path) -> None
     assert held == packaged_files() | metadata | {"LICENSE", "README.md", "cellama_main.py", "pyproject.toml"}
 
 
-def test_wheel_contains_the_licence_of_cellama_and_of_everything_vendored(wheel: Path) -> None:
+def test_wheel_contains_the_licences_of_cellama_and_all_vendored_code(wheel: Path) -> None:
     files = {PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()}
     assert PurePosixPath(f"cellama-{VERSION}.dist-info/licenses/LICENSE") in files
     vendored = {file.parent for file in files if ".min." in file.name or "vendor" in file.parts}
@@ -138,7 +138,9 @@ def test_wheel_metadata_describes_the_package(wheel: Path) -> None:
     assert {"worker", "embedded", "flower", "parquet"} <= extras
 
 
-def test_user_benchmarks_run_from_the_wheel_and_others_name_the_repository(wheel: Path, tmp_path: Path) -> None:
+def test_user_benchmarks_run_from_the_wheel_and_other_benchmarks_name_the_repository(
+    wheel: Path, tmp_path: Path
+) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
 
@@ -154,7 +156,7 @@ def test_user_benchmarks_run_from_the_wheel_and_others_name_the_repository(wheel
     assert "  chaos" not in listed.stdout
     refused = bench("chaos")
     assert refused.returncode == 2
-    assert "chaos is for developing cellama and is not installed; run it from a checkout" in refused.stderr
+    assert "chaos is a developer benchmark and is not installed; run it from a source checkout" in refused.stderr
 
 
 def test_demo_runs_from_the_wheel_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_logits_with_an_adapter_equal_the_logits_of_merged_weights(tmp_path: Pat
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_three_scales_give_the_same_texts_in_parallel_and_alone(
+def test_three_scales_produce_the_same_texts_in_parallel_and_alone(
     manager: ModelManager, layout: str, temperature: float
 ) -> None:
     model, alone = load(manager, n_parallel=6, kv_layout=layout, **EXACT), load(manager, n_parallel=1, **EXACT)

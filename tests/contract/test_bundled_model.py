@@ -109,7 +109,7 @@ def test_bundled_model_template_ends_at_the_assistants_turn(tiny: Model) -> None
     assert tiny.render_chat([user("Hi")], enable_thinking=True).endswith("<|im_start|>assistant\n<think>\n")
 
 
-def test_tokenizer_needs_no_engine_and_agrees_with_the_model(tiny: Model) -> None:
+def test_tokenizer_works_without_an_engine_and_agrees_with_the_model(tiny: Model) -> None:
     messages = [{"role": "user", "content": "Once upon a time 🦊"}]
     with Tokenizer("bundled://tiny") as tokenizer:
         assert tokenizer.tokenize("café 🦊") == tiny.tokenize("café 🦊")

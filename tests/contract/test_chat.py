@@ -98,7 +98,7 @@ def test_grammar_constrains_the_answer_and_not_the_reasoning(model: Model) -> No
 
 @pytest.mark.parametrize("count", [1, 5, 15, 16, 20])
 @pytest.mark.parametrize("options", [{}, {"schema": SCHEMA}, {"thinking_budget": 3}], ids=["free", "schema", "budget"])
-def test_continued_chat_has_the_same_text_as_an_uninterrupted_one(
+def test_continued_chat_has_the_same_text_as_an_uninterrupted_chat(
     model: Model, options: dict[str, Any], count: int
 ) -> None:
     whole, _ = ask(model, FRANCE, enable_thinking=True, **options)

@@ -64,7 +64,7 @@ def mu_after(events: list[Event], count: int) -> float | None:
     ],
     ids=["greedy", "penalties", "dry and xtc", "grammar", "stop", "logprobs"],
 )
-def test_continued_request_has_the_same_text_as_an_uninterrupted_one(
+def test_continued_request_has_the_same_text_as_an_uninterrupted_request(
     model: Model, params: dict[str, Any], count: int
 ) -> None:
     whole, _ = run(model, **params)

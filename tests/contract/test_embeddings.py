@@ -62,7 +62,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 @pytest.mark.parametrize("pooling", ["auto", "mean", "cls", "last", "none"])
-def test_vectors_of_an_encoder_equal_the_reference_in_the_order_of_the_texts(
+def test_encoder_vectors_equal_the_reference_vectors_in_text_order(
     manager: ModelManager, folder: Path, pooling: Any
 ) -> None:
     model = load(manager, folder / "plain.gguf", pooling=pooling)
@@ -99,7 +99,7 @@ def test_truncated_text_still_ends_with_its_separator(manager: ModelManager, fol
     assert np.abs(vector - expected).max() < TOLERANCE
 
 
-def test_pooling_defaults_to_mean_when_the_file_has_none(manager: ModelManager, folder: Path) -> None:
+def test_pooling_defaults_to_mean_when_the_file_does_not_specify_it(manager: ModelManager, folder: Path) -> None:
     model = load(manager, folder / "silent.gguf")
     tokens = model.tokenize("w1 w2 w3")
     (vector,) = model.embedder.submit([tokens], normalize=False).result(PATIENCE_S)

@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
         yield tokenizer
 
 
-def test_prompt_has_the_prefix_and_the_suffix_after_their_tokens(tokenizer: Tokenizer) -> None:
+def test_prompt_contains_prefix_and_suffix_after_their_tokens(tokenizer: Tokenizer) -> None:
     def plain(text: str) -> list[int]:
         return tokenizer.tokenize(text, add_special=False)
 
@@ -38,7 +38,7 @@ def test_prompt_has_the_prefix_and_the_suffix_after_their_tokens(tokenizer: Toke
     ]  # fmt: skip
 
 
-def test_model_without_tokens_for_this_purpose_rejects_a_suffix() -> None:
+def test_model_without_infill_tokens_rejects_a_suffix() -> None:
     with (
         Tokenizer("bundled://tiny") as tiny,
         pytest.raises(InvalidRequest, match="has no tokens to fill in the middle"),

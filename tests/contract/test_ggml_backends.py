@@ -29,7 +29,7 @@ def backend_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     ggml_backends.load_backends.cache_clear()
 
 
-def test_backend_files_are_loaded_except_the_one_with_amx(backend_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_backend_files_except_amx_are_loaded(backend_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[set[str]] = []
 
     def load_all(folder: bytes) -> None:
@@ -60,7 +60,7 @@ def test_cpu_backend_has_a_library_with_openmp_and_a_device() -> None:
     assert machine()["cpu"] != "unknown"
 
 
-def test_variant_is_that_of_the_loaded_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_variant_matches_the_loaded_library(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"libggml-cpu-zen4.so": "zen4", "libggml-cpu-armv8.2_1.so": "armv8.2_1", "libggml-cpu.so.0": ""}
     for name, variant in names.items():
         monkeypatch.setattr(ggml_backends, "cpu_library", lambda name=name: Path(name))

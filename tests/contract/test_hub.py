@@ -146,7 +146,7 @@ def test_pattern_selects_the_only_match_and_all_parts_of_a_split_model(hub: Hub,
     first = resolve(f"hf://{REPO}/big*", options)
     assert first.name == "big-00001-of-00003.gguf"
     assert sorted(path.name for path in first.parent.glob("big*")) == [f"big-{i:05d}-of-00003.gguf" for i in (1, 2, 3)]
-    with pytest.raises(ModelLoadFailed, match=r"matches several files of .*: m-Q4_K_M\.gguf, m-Q8_0\.gguf; name one"):
+    with pytest.raises(ModelLoadFailed, match=r"matches several files of .*: m-Q4_K_M\.gguf, m-Q8_0\.gguf; choose one"):
         resolve(f"hf://{REPO}/m-*", options)
     with pytest.raises(ModelLoadFailed, match=r"matches no GGUF file of .*: big-00001-of-00003\.gguf, m-Q4"):
         resolve(f"hf://{REPO}/*Q2*", options)
@@ -188,7 +188,7 @@ def test_missing_repository_revision_or_file_is_named(hub: Hub, options: HubOpti
         resolve(source, options)
 
 
-def test_token_gives_access_and_never_appears_in_errors(hub: Hub, options: HubOptions) -> None:
+def test_token_grants_access_and_never_appears_in_errors(hub: Hub, options: HubOptions) -> None:
     hub.add("m.gguf", b"GGUF")
     hub.needs_token = True
     with pytest.raises(ModelLoadFailed, match="set HF_TOKEN") as refused:

@@ -161,7 +161,7 @@ SHAPES = [Shape, WindowShape, RecurrentShape, HybridShape]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
-def test_every_kind_of_memory_gives_the_same_text_as_an_empty_cache(
+def test_every_kind_of_memory_produces_the_same_text_as_an_empty_cache(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
 ) -> None:
     """Run turns of a conversation, forks and other prompts on fewer slots, with F32 so that rounding has no effect."""
@@ -186,7 +186,7 @@ def test_every_kind_of_memory_gives_the_same_text_as_an_empty_cache(
 @pytest.mark.parametrize(
     ("shape", "slots"), [(WindowShape, 4), (RecurrentShape, 4), (HybridShape, 4), (HybridShape, 1)]
 )
-def test_shared_prefixes_of_a_family_of_prompts_are_computed_once(
+def test_shared_prefixes_in_a_prompt_family_are_computed_once(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str, slots: int
 ) -> None:
     """Run a tree of prompts, all of which share 100 tokens, and some of which share 90 more."""
@@ -239,7 +239,7 @@ def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_pat
     assert model.engine.snapshot().preemptions >= 2
 
 
-def test_context_size_follows_from_the_options(manager: ModelManager) -> None:
+def test_context_size_is_derived_from_the_options(manager: ModelManager) -> None:
     def room(**options: Any) -> tuple[int, int]:
         snapshot = load(manager, **options).engine.snapshot()
         return snapshot.slots_total, snapshot.kv_total_tokens

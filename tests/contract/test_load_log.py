@@ -24,14 +24,14 @@ CONTEXT = [
 
 
 @pytest.mark.parametrize("missing", range(len(CONTEXT)))
-def test_size_missing_in_the_log_raises_an_error(missing: int) -> None:
+def test_missing_size_in_the_log_raises_an_error(missing: int) -> None:
     assert buffers.kv_and_compute(CONTEXT, []) == {"CPU": MemoryUse(0, 8 * MIB, 31 * MIB)}
     assert buffers.kv_and_compute(CONTEXT[:2], [], with_memory=False) == {"CPU": MemoryUse(0, 0, 31 * MIB)}
     with pytest.raises(ModelLoadFailed, match=r"no known line about .*; install a version of llama-cpp-python"):
         buffers.kv_and_compute(CONTEXT[:missing] + CONTEXT[missing + 1 :], [])
 
 
-def test_weights_and_layers_missing_in_the_log_raise_an_error() -> None:
+def test_missing_weights_and_layers_in_the_log_raise_an_error() -> None:
     with pytest.raises(ModelLoadFailed, match="the weights"):
         buffers.loaded_weights(CONTEXT, [], MIB)
     with pytest.raises(ModelLoadFailed, match="the devices of layers"):

@@ -53,7 +53,7 @@ def failing_if_hot(start: SequenceStart) -> LogitsProcessor | None:
     return Failing(start) if start.params.temperature > 1 else None
 
 
-def test_logits_processors_apply_and_a_failing_one_fails_only_its_request() -> None:
+def test_logits_processors_apply_and_a_failing_processor_fails_only_its_request() -> None:
     own = (f"{__name__}:AtLeastTenTokens", f"{__name__}:failing_if_hot")
     options = EngineOptions(n_parallel=2, threads=1, logits_processors=own)
     with closing(ModelManager()) as manager:

@@ -63,7 +63,7 @@ def test_id_can_be_any_text_and_defaults_to_the_name_of_the_source(manager: Mode
         manager.load("tiny", TINY)
 
 
-def test_first_model_is_the_default_until_another_is_chosen_or_it_is_unloaded(manager: ModelManager) -> None:
+def test_first_model_is_the_default_until_it_is_unloaded_or_another_model_is_chosen(manager: ModelManager) -> None:
     for model_id in ("a", "b", "c"):
         manager.load(model_id, TINY, options=OPTIONS)
     manager.set_default("b")
@@ -78,7 +78,7 @@ def test_first_model_is_the_default_until_another_is_chosen_or_it_is_unloaded(ma
         manager.get(":default")
 
 
-def test_unload_waits_for_running_requests_and_rejects_new_ones(manager: ModelManager) -> None:
+def test_unload_waits_for_running_requests_and_rejects_new_requests(manager: ModelManager) -> None:
     model, hold = manager.load("m", TINY, options=OPTIONS), Hold()
     handle = model.engine.submit(story(model), hold)
     assert hold.reached.wait(PATIENCE_S)
@@ -143,7 +143,7 @@ def test_manager_routes_calls_by_id_and_holds_the_model(manager: ModelManager) -
             use()
 
 
-def test_calls_of_a_model_raise_clear_errors(manager: ModelManager) -> None:
+def test_invalid_calls_to_a_model_raise_clear_errors(manager: ModelManager) -> None:
     model = manager.load("m", TINY, options=OPTIONS, capabilities=["chat"])
     hello: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     for use, message in (
@@ -158,7 +158,7 @@ def test_calls_of_a_model_raise_clear_errors(manager: ModelManager) -> None:
     assert model.prepare_chat(hello[1:], ChatOptions(system="Be brief.")).tokens == prompt_tokens
 
 
-def test_default_changes_when_its_model_unloads_and_returns_if_it_stays(manager: ModelManager) -> None:
+def test_default_model_changes_during_its_unload_and_is_restored_when_the_unload_fails(manager: ModelManager) -> None:
     for model_id in ("a", "b"):
         manager.load(model_id, TINY, options=OPTIONS)
     with manager.hold("a"):
@@ -221,7 +221,7 @@ def test_model_with_a_hanging_step_is_unloaded_after_the_step(
     assert manager.load("m", TINY, options=OPTIONS).tokenize("Once")
 
 
-def test_loads_run_concurrently_and_a_failed_one_leaves_nothing(manager: ModelManager, tmp_path: Path) -> None:
+def test_loads_run_concurrently_and_a_failed_load_leaves_nothing_behind(manager: ModelManager, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     loads = [manager.load_in_background(f"m{i}", TINY, options=OPTIONS) for i in range(3)]

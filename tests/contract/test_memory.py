@@ -112,7 +112,7 @@ def test_embedding_the_longest_text_takes_the_planned_memory(tmp_path: Path) -> 
     assert measured["planned"] == pytest.approx(measured["resident"], rel=0.2)
 
 
-def test_model_that_does_not_fit_is_rejected_and_leaves_nothing(make_manager: MakeManager) -> None:
+def test_model_that_does_not_fit_is_rejected_and_leaves_nothing_behind(make_manager: MakeManager) -> None:
     manager = make_manager(models=1.5)
     load(manager, "a")
     threads = set(threading.enumerate())
@@ -199,7 +199,7 @@ def test_least_recently_used_idle_model_is_evicted(make_manager: MakeManager) ->
     assert sorted(manager.models()) == ["c", "d", "default"]
 
 
-def test_no_model_is_evicted_when_evicting_all_idle_ones_is_not_enough(make_manager: MakeManager) -> None:
+def test_no_model_is_evicted_when_evicting_all_idle_models_is_not_enough(make_manager: MakeManager) -> None:
     manager = make_manager(on_full="evict", models=3.5)
     for model_id in ("default", "a", "b"):
         load(manager, model_id)
@@ -247,7 +247,7 @@ def test_devices_report_the_memory_of_this_machine() -> None:
     assert (found is None) == (len(devices()) == 1)  # None for a build without GPU support
 
 
-def test_memory_of_gpu_layers_counts_on_the_gpu() -> None:
+def test_gpu_layers_count_toward_the_memory_of_the_gpu() -> None:
     load = [f"load_tensors: layer {i:3} assigned to device {'CPU' if i < 2 else 'CUDA0'}, is_swa = 0" for i in range(5)]
     sizes = {"token_embd.weight": 100, "output_norm.weight": 1} | {f"blk.{i}.ffn_up.weight": 10 for i in range(4)}
     assert buffers.planned_weights(load, sizes) == {
@@ -269,7 +269,7 @@ def test_memory_of_gpu_layers_counts_on_the_gpu() -> None:
     }
 
 
-def test_fingerprint_depends_on_the_content_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_depends_only_on_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / name for name in ("a.gguf", "b.gguf", "other-weights.gguf", "other-shape.gguf")]
     for path, seed in zip(paths, (0, 0, 1, 0), strict=True):
         write_model(path, Shape(**SIZES, n_ctx=512 if "shape" in path.name else 1024), seed=seed)

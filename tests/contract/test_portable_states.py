@@ -48,7 +48,7 @@ def logits(backend: LlamaBackend, slot: int, start: int, tokens: list[int]) -> A
     return backend.logits(slot).copy()
 
 
-def test_state_moves_from_any_layout_to_any_other(model: LlamaModel) -> None:
+def test_state_can_be_moved_between_any_two_layouts(model: LlamaModel) -> None:
     kept, expected = [], None
     for place in PLACES:
         with closing(backend_of(model, **place)) as backend:
@@ -99,7 +99,7 @@ def test_portable_format_works_with_both_kinds_of_attention_and_quantized_cells(
             np.testing.assert_allclose(logits(backend, 0, 150, TOKENS[150:]), expected, atol=NEAR)
 
 
-def test_identity_depends_on_the_weights_and_the_type_of_cells(model: LlamaModel) -> None:
+def test_identity_depends_on_the_weights_and_the_cell_type(model: LlamaModel) -> None:
     kinds: tuple[dict[str, Any], ...] = ({}, {"cache_type_k": "f16"}, {"flash_attention": "on"})
     identities = []
     for kind in kinds:

@@ -122,7 +122,7 @@ def test_texts_are_the_same_in_scattered_slots_and_cached_prefixes_are_kept(
     assert [completion.tokens for completion in again] == expected
 
 
-def test_unified_layout_needs_no_padding_or_moves(manager: ModelManager) -> None:
+def test_unified_layout_does_not_need_padding_or_moves(manager: ModelManager) -> None:
     model = load(manager, "bundled://tiny", n_parallel=N_SLOTS, kv_layout="unified", n_ctx=N_SLOTS * 512)
     done, layout = scattered(model, TEXTS)
     assert [completion.tokens for completion in done] == [

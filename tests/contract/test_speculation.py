@@ -136,7 +136,7 @@ def resumed(side: Side) -> list[Completion]:
 
 
 @pytest.mark.parametrize("way", [alone, together, preempted, resumed])
-def test_texts_are_the_same_with_drafts_and_without(side: Side, way: Callable[[Side], list[Completion]]) -> None:
+def test_texts_are_identical_with_and_without_drafts(side: Side, way: Callable[[Side], list[Completion]]) -> None:
     before = side.core.drafting.counts
     for request, plain, drafted in zip(side.requests, side.expected, way(side), strict=True):
         for left, right in zip((plain, *plain.alternatives), (drafted, *drafted.alternatives), strict=True):

@@ -89,7 +89,7 @@ def test_job_is_left_to_the_worker_that_holds_its_prefix(fleet: NearFleet) -> No
     assert fleet.take("one") == ["a2"]
 
 
-def test_worker_takes_another_job_instead_of_one_that_it_leaves(fleet: NearFleet) -> None:
+def test_worker_takes_another_job_when_it_leaves_a_job_to_its_holder(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -113,7 +113,7 @@ def test_job_is_taken_when_its_holder_was_busy_for_too_long(fleet: NearFleet) ->
     assert wait_until(taken, "the job that was left") == ["a2"]
 
 
-def test_busy_worker_leaves_a_job_to_an_idle_one(fleet: NearFleet) -> None:
+def test_busy_worker_leaves_a_job_to_an_idle_worker(fleet: NearFleet) -> None:
     for job_id, worker in (("a1", "one"), ("b1", "two"), ("c1", "two")):
         fleet.submit(job_id, job_id[0])
         assert fleet.take(worker, bytes_per_s=FAST if worker == "one" else 100) == [job_id]
@@ -139,7 +139,7 @@ def test_first_job_is_passed_over_for_a_limited_time(fleet: NearFleet) -> None:
     assert fleet.take("one", bytes_per_s=1e9) == ["b1"]
 
 
-def test_job_is_taken_at_once_when_its_holder_has_left(fleet: NearFleet) -> None:
+def test_job_is_taken_immediately_when_its_holder_has_left(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -147,7 +147,7 @@ def test_job_is_taken_at_once_when_its_holder_has_left(fleet: NearFleet) -> None
     assert fleet.take("two") == ["a2"]
 
 
-def test_record_of_a_worker_expires_unless_it_reports(fleet: NearFleet) -> None:
+def test_worker_record_expires_unless_the_worker_reports(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     (key,) = fleet.redis.keys("*:prefixes:one")
@@ -177,13 +177,13 @@ def test_worker_forgets_prefixes_that_no_longer_fit_into_its_cache(fleet: NearFl
         fleet.take("two")
 
 
-def test_key_with_the_least_service_comes_first(fleet: NearFleet) -> None:
+def test_key_with_the_least_service_is_served_first(fleet: NearFleet) -> None:
     for job_id, key in (("a1", "large"), ("a2", "large"), ("b1", "small")):
         fleet.submit(job_id, job_id[0], fairness_key=key)
     assert [fleet.take("one") for _ in range(3)] == [["a1"], ["b1"], ["a2"]]
 
 
-def test_jobs_without_hashes_are_taken_in_their_order(fleet: NearFleet) -> None:
+def test_jobs_without_hashes_are_taken_in_order(fleet: NearFleet) -> None:
     for number in range(5):
         fleet.submit(f"job{number}", "x", length=100)
     assert fleet.take("one", page=8) == ["job0", "job1"]  # a page is at most an eighth of a list
@@ -191,7 +191,7 @@ def test_jobs_without_hashes_are_taken_in_their_order(fleet: NearFleet) -> None:
     assert not fleet.redis.exists("cellama:holders")
 
 
-def test_worker_without_affinity_takes_jobs_in_their_order(fleet: NearFleet) -> None:
+def test_worker_without_affinity_takes_jobs_in_order(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -199,7 +199,7 @@ def test_worker_without_affinity_takes_jobs_in_their_order(fleet: NearFleet) -> 
     assert fleet.take(None) == ["a2"]
 
 
-def test_page_contains_only_jobs_that_are_not_left(fleet: NearFleet) -> None:
+def test_page_excludes_jobs_left_to_other_workers(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     for number in range(2, 18):
@@ -212,7 +212,7 @@ def test_page_contains_only_jobs_that_are_not_left(fleet: NearFleet) -> None:
     assert fleet.redis.llen(fleet.key) == 13
 
 
-def test_chat_with_a_parent_key_goes_to_the_worker_that_has_its_context(fleet: NearFleet) -> None:
+def test_chat_with_a_parent_key_is_taken_by_the_worker_that_holds_its_context(fleet: NearFleet) -> None:
     key = "0123456789abcdef" * 4
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
@@ -225,7 +225,7 @@ def test_chat_with_a_parent_key_goes_to_the_worker_that_has_its_context(fleet: N
     assert fleet.take("one") == ["next"]
 
 
-def test_setting_turns_hashes_off(fleet: NearFleet, settings_environment: Any) -> None:
+def test_setting_disables_hashes(fleet: NearFleet, settings_environment: Any) -> None:
     settings_environment(affinity="false")
     fleet.submit("a1", "a")
     assert not fleet.redis.hexists("cellama:job:a1", "prefixes")

@@ -37,7 +37,7 @@ def test_turns_of_a_chat_stay_on_one_worker(start_worker: StartWorker, model: st
     assert not redis_client.keys(held_prefixes_key(f"*{model}*"))
 
 
-def test_jobs_of_a_killed_worker_are_taken_by_others(
+def test_jobs_of_a_killed_worker_are_taken_by_other_workers(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
     first = start_worker(step_s=STEP_S, lease_s=3)

@@ -55,7 +55,7 @@ def num_subscriptions(redis: Redis) -> int:
     return int(redis.info("commandstats")["cmdstat_subscribe"]["calls"])
 
 
-def test_async_client_serves_many_jobs_at_once() -> None:
+def test_async_client_serves_many_jobs_concurrently() -> None:
     async def body(client: AsyncClient) -> None:
         async def ask(question: str) -> dict[str, Any]:
             job = await client.chat("tiny", [{"role": "user", "content": question}], **GREEDY)

@@ -72,7 +72,7 @@ def test_map_and_starmap_are_groups(story: str) -> None:
     assert [sig.args for sig in generate.map(["a", "b"]).tasks] == [("a",), ("b",)]
 
 
-def test_chord_of_jobs_calls_a_task_of_the_user(users: Any) -> None:
+def test_chord_of_jobs_calls_a_user_task(users: Any) -> None:
     header = [generate.s("tiny", f"{i}", **SHORT) for i in range(3)]
     assert chord(header)(users.length.s()).get(timeout=PATIENCE_S) == 3
 
@@ -83,12 +83,12 @@ def test_chord_of_user_tasks_calls_a_job(users: Any) -> None:
     assert done.get(timeout=PATIENCE_S)["message"]["role"] == "assistant"
 
 
-def test_result_of_a_user_task_becomes_the_prompt_of_the_next_step(users: Any, story: str) -> None:
+def test_user_task_result_becomes_the_prompt_of_the_next_step(users: Any, story: str) -> None:
     steps = chain(users.echo.s(STORY), generate.s(model="tiny", **SHORT), users.text_of.s())
     assert steps.apply_async().get(timeout=PATIENCE_S) == story
 
 
-def test_result_of_a_job_becomes_the_prompt_of_the_next_step(story: str) -> None:
+def test_job_result_becomes_the_prompt_of_the_next_step(story: str) -> None:
     steps = chain(generate.s("tiny", STORY, **SHORT), generate.s(model="tiny", **SHORT))
     continued = generate.delay("tiny", story, **SHORT).get(timeout=PATIENCE_S)["text"]
     assert steps.apply_async().get(timeout=PATIENCE_S)["text"] == continued

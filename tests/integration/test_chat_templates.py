@@ -19,7 +19,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def test_template_of_a_job_replaces_the_template_of_the_model(
+def test_job_template_replaces_the_model_template(
     model: str, start_worker: Callable[..., Any], settings_environment: Callable[..., None], redis_server: RedisServer
 ) -> None:
     settings_environment(redis_url=redis_server.url, chat_templates_in_jobs="true")
@@ -35,7 +35,7 @@ def test_template_of_a_job_replaces_the_template_of_the_model(
     assert chat.delay(model, HELLO, max_tokens=3, **GREEDY).get(timeout=PATIENCE_S)["text"]
 
 
-def test_template_of_a_job_is_rejected_by_default(
+def test_job_template_is_rejected_by_default(
     client: Client, settings_environment: Callable[..., None], redis_server: RedisServer
 ) -> None:
     with pytest.raises(InvalidJob, match="chat_templates_in_jobs does not allow templates in jobs; remove it"):

@@ -168,7 +168,7 @@ def test_runs_with_a_common_id_prefix_are_distinguished(redis_client: Redis) -> 
     assert all(name[: len("batch_") + 8] in shown for name in ids)
 
 
-def test_run_of_a_gateway_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
+def test_gateway_run_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
     name = f"batch_{uuid.uuid4().hex}"
     Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
     redis_client.hset(batch_key(name), "at", time.time() - 2 * ALIVE_S)

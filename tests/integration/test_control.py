@@ -87,7 +87,7 @@ def test_purged_jobs_are_not_queued_again(unserved: str, redis_client: Redis, ev
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
 
 
-def test_purge_counts_waiting_jobs_and_keeps_running_ones(unserved: str, redis_client: Redis) -> None:
+def test_purge_counts_waiting_jobs_and_keeps_running_jobs(unserved: str, redis_client: Redis) -> None:
     ledger, queue = Ledger(redis_client), queue_name(unserved)
     cancelled, resumed, fresh, in_hands, waiting = (generate.delay(unserved, "Hi").id for _ in range(5))
     app.control.revoke(cancelled)

@@ -74,7 +74,7 @@ def test_text_continues_from_finish_keys_of_results_events_and_choices(events_of
         assert (more["usage"]["cache_tier"], more["usage"]["cache_hit_kind"]) == ("device", more["cache_hit_kind"])
 
 
-def test_step_of_a_chain_continues_the_text_of_the_previous_step() -> None:
+def test_chain_step_continues_the_text_of_the_previous_step() -> None:
     first = generate.s("tiny", STORY, max_tokens=8, **GREEDY)
     steps = chain(first, generate.s(model="tiny", prompt=[5], max_tokens=8, return_tokens=True, **GREEDY))
     last = steps.apply_async().get(timeout=PATIENCE_S)

@@ -167,7 +167,7 @@ def test_late_revoke_does_not_replace_the_end_of_a_failed_job(unserved: str, red
     assert job.state == "FAILURE"
 
 
-def test_failing_settlement_does_not_delay_others(unserved: str, redis_client: Redis) -> None:
+def test_failing_settlement_does_not_delay_other_settlements(unserved: str, redis_client: Redis) -> None:
     wrong, right = (generate.delay(unserved, "Hi").id for _ in range(2))
     for job_id in (wrong, right):
         end(redis_client, unserved, job_id, events.error("x", "y", False))

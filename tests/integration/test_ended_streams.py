@@ -86,7 +86,7 @@ def test_stream_with_after_beyond_the_end_stops_with_the_job(client: Client, uns
     assert set(found) == {"ping"}
 
 
-def test_stream_rejects_an_invalid_after_immediately(client: Client, ended: str) -> None:
+def test_stream_immediately_rejects_an_invalid_after_value(client: Client, ended: str) -> None:
     with pytest.raises(InvalidJob, match="after: -2 is not"):
         client.stream(ended, after=-2)
 

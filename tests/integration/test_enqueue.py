@@ -109,7 +109,7 @@ def test_messages_and_ranks_of_many_jobs_keep_their_order(unserved: str, redis_c
     assert [num_ahead(Ledger(redis_client), job_id) for job_id in ids] == list(range(NUM))
 
 
-def test_message_of_a_bulk_submission_equals_the_message_of_celery(unserved: str, redis_client: Redis) -> None:
+def test_bulk_submission_message_equals_the_message_that_celery_sends(unserved: str, redis_client: Redis) -> None:
     plain = Celery(broker=app.conf.broker_url, backend=app.conf.broker_url)
     plain.conf.broker_transport_options = {"priority_steps": list(range(10))}
     kwargs = {"seed": 1, "priority": 5}
@@ -128,7 +128,7 @@ def test_message_of_a_bulk_submission_equals_the_message_of_celery(unserved: str
     assert "Hi" not in json.dumps([single["headers"], many["headers"]])
 
 
-def test_bulk_submission_names_all_invalid_jobs_and_queues_none(unserved: str, redis_client: Redis) -> None:
+def test_bulk_submission_names_all_invalid_jobs_and_queues_nothing(unserved: str, redis_client: Redis) -> None:
     calls: list[Any] = [((unserved, "Hi"), {}), ((unserved, ""), {}), ((unserved, "Hi"), {"top_k": -1})]
     with pytest.raises(InvalidJob, match=r"job 1, 3-4: prompt is ''.*; job 2: top_k is -1"):
         generate.apply_many([*calls, calls[1], calls[1]])
@@ -147,7 +147,7 @@ def test_bulk_submission_with_idempotency_keys_queues_each_job_once(unserved: st
     assert generate.apply_many(calls, keys)[:2] == first
     assert generate.apply_async(calls[0][0], {}, idempotency_key=keys[2]).id not in first
     assert len(messages(redis_client, unserved)) == 3
-    with pytest.raises(InvalidJob, match="keys: 1 given for 3 jobs"):
+    with pytest.raises(InvalidJob, match="keys: the list has 1 entries for 3 jobs"):
         generate.apply_many(calls, keys[:1])
 
 
@@ -256,7 +256,7 @@ def test_idempotency_key_belongs_to_one_payload_per_task_and_scope(unserved: str
     assert len({first.id, *(other.id for other in others)}) == 4
 
 
-def test_message_from_a_template_differs_in_its_own_values_only(unserved: str, redis_client: Redis) -> None:
+def test_message_from_a_template_differs_only_in_its_own_values(unserved: str, redis_client: Redis) -> None:
     for prompt in ("One", "Two"):  # the second message is made like the first one
         generate.delay(unserved, prompt, max_tokens=3)
     generate.apply_async((unserved, "Three"), {"max_tokens": 3}, retries=0)  # built by Celery

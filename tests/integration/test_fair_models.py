@@ -39,7 +39,7 @@ def worker(
 
 
 @pytest.mark.parametrize("priority", [3, 9])
-def test_job_of_an_idle_model_overtakes_the_backlog_of_another(
+def test_job_of_an_idle_model_overtakes_the_backlog_of_another_model(
     worker: WorkerProcess, models: tuple[str, str], redis_client: Redis, priority: int
 ) -> None:
     busy, idle = models

@@ -102,14 +102,14 @@ def jain(values: Iterable[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
 
-def test_small_tenant_gets_half_while_the_large_one_has_a_hundred_times_as_many_jobs(fleet: Fleet) -> None:
+def test_small_tenant_gets_half_although_a_large_tenant_has_a_hundred_times_as_many_jobs(fleet: Fleet) -> None:
     fleet.submit("large", 300)
     fleet.submit("small", 3)
     assert Counter(fleet.served(6)) == {"large": 3, "small": 3}
     assert fleet.served(3) == ["large"] * 3  # nobody waits for the small tenant
 
 
-def test_jobs_of_one_key_are_served_in_their_order(fleet: Fleet) -> None:
+def test_jobs_of_one_key_are_served_in_order(fleet: Fleet) -> None:
     fleet.submit("", 20)
     jobs = list(fleet.keys)
     assert [fleet.take().taken.job_id for _ in jobs] == jobs
@@ -148,7 +148,7 @@ def test_weights_divide_the_service(
     assert Counter(fleet.served(60)) == {"a": 30, "b": 10, "": 20}
 
 
-def test_many_keys_below_one_parent_gain_nothing(fleet: Fleet) -> None:
+def test_many_keys_below_one_parent_gain_no_advantage(fleet: Fleet) -> None:
     for number in range(500):
         fleet.submit(f"crowd/{number}", 1)
     fleet.submit("alone", 300)
@@ -156,13 +156,13 @@ def test_many_keys_below_one_parent_gain_nothing(fleet: Fleet) -> None:
     assert served["crowd"] <= 1.02 * 200
 
 
-def test_teams_share_what_their_organization_gets(fleet: Fleet) -> None:
+def test_teams_divide_the_share_of_their_organization(fleet: Fleet) -> None:
     for key in ("org/a", "org/b", "org", "other"):
         fleet.submit(key, 40)
     assert Counter(fleet.served(60)) == {"org/a": 10, "org/b": 10, "org": 10, "other": 30}
 
 
-def test_returning_tenant_does_not_catch_up(fleet: Fleet) -> None:
+def test_returning_tenant_is_not_compensated_for_its_absence(fleet: Fleet) -> None:
     fleet.submit("away", 1)
     fleet.submit("busy", 100)
     fleet.served(40)
@@ -186,7 +186,7 @@ def waiting_jobs(fleet: Fleet) -> list[str]:
     return [member.decode().partition("\0")[2][17:] for member in members]
 
 
-def test_returned_job_is_the_next_one_again(fleet: Fleet) -> None:
+def test_returned_job_is_next_again(fleet: Fleet) -> None:
     fleet.submit("a", 2)
     fleet.submit("b", 2)
     first = fleet.take()
@@ -196,7 +196,7 @@ def test_returned_job_is_the_next_one_again(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_difference_of_backlogged_tenants_stays_bounded(fleet: Fleet, seed: int) -> None:
+def test_service_difference_between_backlogged_tenants_stays_bounded(fleet: Fleet, seed: int) -> None:
     """VTC's bound: the jobs that run at the same time, each with the largest cost, and one more."""
     source = random.Random(seed)
     num_workers, names = source.choice((1, 3)), [f"t{number}" for number in range(source.choice((2, 4)))]
@@ -224,7 +224,7 @@ def test_position_is_exact_with_one_key(fleet: Fleet) -> None:
     assert [num_ahead(fleet.ledger, job_id) for job_id in jobs] == [None, *range(29)]
 
 
-def test_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_one(fleet: Fleet) -> None:
+def test_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_tenant(fleet: Fleet) -> None:
     fleet.submit("large", 500)
     fleet.submit("small", 3)
     small = list(fleet.keys)[-3:]
@@ -236,7 +236,7 @@ def test_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_one(fleet
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_position_with_several_keys_is_close_to_the_real_one(fleet: Fleet, seed: int) -> None:
+def test_position_with_several_keys_is_close_to_the_actual_position(fleet: Fleet, seed: int) -> None:
     """Jobs of a key cost as much as its earlier jobs on average, but vary by half."""
     source = random.Random(seed)
     names = ["a", "b/x", "b/y", "b", "", *(f"many/{number}" for number in range(source.choice((2, 30))))]

@@ -44,7 +44,7 @@ def keyed(
         keyed.process.stop()
 
 
-def test_clients_set_the_key_of_one_job_and_of_many(unserved: str, key_of: Callable[[str], str | None]) -> None:
+def test_clients_set_the_key_of_one_or_many_jobs(unserved: str, key_of: Callable[[str], str | None]) -> None:
     async def queue() -> str:
         async with AsyncClient() as client:
             return (await client.chat(unserved, [{"role": "user", "content": "Hi"}], wait=True, fairness_key="c")).id
@@ -107,7 +107,7 @@ def test_bulk_run_sets_the_key_of_its_jobs(
     assert {key_of(key.removeprefix(job_key(""))) for key in new} == {"run"}
 
 
-def test_gateway_sets_the_tenant_of_the_api_key_and_the_user_below_it(
+def test_gateway_sets_the_api_keys_tenant_and_the_user_below_it(
     keyed: Keyed, key_of: Callable[[str], str | None]
 ) -> None:
     key = keyed.add(tenant="acme")

@@ -21,7 +21,7 @@ def redis(redis_server: RedisServer) -> Iterator[Redis]:
         yield redis
 
 
-def test_same_seed_gives_the_same_result(redis: Redis) -> None:
+def test_same_seed_produces_the_same_result(redis: Redis) -> None:
     def times() -> list[float]:
         redis.flushdb()
         jobs = Fleet(redis, FleetShape(num_workers=2)).run(conversations(20, per_s=0.1, seed=5))
@@ -37,7 +37,7 @@ def test_every_job_gets_its_tokens(redis: Redis) -> None:
     assert sum(job.num_computed < job.num_prompt for job in jobs) > 3  # a prefix was cached
 
 
-def test_block_cache_keeps_the_blocks_that_were_used_last() -> None:
+def test_block_cache_keeps_the_most_recently_used_blocks() -> None:
     cache = BlockCache(3 * BLOCK)
     assert cache.use([1, 2]) == 0
     assert cache.use([1, 3]) == 1
@@ -45,7 +45,7 @@ def test_block_cache_keeps_the_blocks_that_were_used_last() -> None:
     assert cache.use([1, 2]) == 1
 
 
-def test_services_of_waiting_tenants_differ_by_less_than_the_bound_of_vtc(redis: Redis) -> None:
+def test_services_of_waiting_tenants_differ_by_less_than_the_vtc_bound(redis: Redis) -> None:
     gaps = [fair_run(redis, seed) for seed in range(20)]
     assert [gap for gap in gaps if gap.largest > gap.bound] == []
     assert sum(gap.largest > 0 for gap in gaps) > 15

@@ -167,7 +167,7 @@ async def outcome(access: KeyAccess, key: KeyText) -> Caller | ApiError:
         return error
 
 
-def test_requests_are_rejected_without_redis_and_admitted_when_it_is_back(server: RedisServer) -> None:
+def test_requests_are_rejected_while_redis_is_down_and_admitted_when_it_is_back(server: RedisServer) -> None:
     async def ask() -> None:
         key = await make_key(server.url, requests_per_minute=10, concurrent_jobs=1)
         async with connect_keys(server.url) as redis:

@@ -65,7 +65,7 @@ def job_ids(redis_client: Redis) -> Iterator[list[str]]:
     redis_client.delete(*map(job_key, job_ids))  # one key has another type, on which a purge would fail
 
 
-def test_calls_during_a_round_trip_share_the_next_one(held: HeldRedis, job_ids: list[str]) -> None:
+def test_calls_during_a_round_trip_share_the_next_round_trip(held: HeldRedis, job_ids: list[str]) -> None:
     futures = begin_together(held, job_ids)
     held.goes_on.set()
     assert [future.result(PATIENCE_S).verdict for future in futures] == ["run"] * 5
@@ -74,7 +74,7 @@ def test_calls_during_a_round_trip_share_the_next_one(held: HeldRedis, job_ids: 
     assert (alone.number, held.num_pages) == (2, 1)  # a single call does not wait
 
 
-def test_failing_call_does_not_affect_others_of_its_round_trip(
+def test_failing_call_does_not_affect_other_calls_in_its_round_trip(
     held: HeldRedis, job_ids: list[str], redis_client: Redis
 ) -> None:
     redis_client.delete(job_key(job_ids[2]))
@@ -101,7 +101,7 @@ def test_lost_connection_fails_each_call_and_later_calls_succeed(held: HeldRedis
     assert [future.result(PATIENCE_S).verdict for future in again] == ["run"] * 4
 
 
-def test_scripts_are_loaded_again_when_redis_has_lost_them(
+def test_scripts_are_reloaded_when_redis_has_lost_them(
     held: HeldRedis, job_ids: list[str], redis_client: Redis
 ) -> None:
     futures = begin_together(held, job_ids)

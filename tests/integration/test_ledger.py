@@ -68,7 +68,9 @@ def test_unfinished_job_does_not_expire(ledger: Ledger, job_id: str, redis_clien
     assert redis_client.ttl(job_key(job_id)) == -1
 
 
-def test_only_the_holder_of_the_message_can_begin(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+def test_only_the_holder_of_the_message_can_start_the_job(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
     frozen = take(ledger, job_id)
     ledger.requeue(frozen)  # as the reaper does when the lease has expired
     assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
@@ -88,7 +90,7 @@ def test_ticket_is_dropped_when_no_job_waits(ledger: Ledger, job_id: str, queue:
     assert ledger.renew([first], LEASE_S) == []
 
 
-def test_ticket_stands_for_the_oldest_job_that_no_worker_holds(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_ticket_represents_the_oldest_job_that_no_worker_holds(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     first, second, third = (submission(queue) for _ in range(3))
     ledger.submit([first, second, third])
     key = queue_key(queue, PRIORITY_INTERACTIVE)
@@ -106,7 +108,7 @@ def test_ticket_stands_for_the_oldest_job_that_no_worker_holds(ledger: Ledger, q
     assert [each.taken.job_id for each in taken] == [first.job_id, third.job_id]
 
 
-def test_take_that_is_repeated_returns_the_same_jobs(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_repeated_take_returns_the_same_jobs(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     jobs = [submit(ledger, queue) for _ in range(20)]
     key = queue_key(queue, PRIORITY_INTERACTIVE)
     redis_client.rpop(key)
@@ -128,17 +130,13 @@ def test_job_of_a_version_without_backlogs_is_taken(ledger: Ledger, queue: str, 
     assert ledger.take(key, first, LEASE_S) == []
 
 
-def test_job_that_a_version_without_backlogs_holds_is_not_taken(
-    ledger: Ledger, queue: str, redis_client: Redis
-) -> None:
+def test_job_held_by_a_version_without_backlogs_is_not_taken(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     first, second = (submit(ledger, queue) for _ in range(2))
     redis_client.hset(job_key(first), "holder", "a worker")
     assert take(ledger, second).job_id == second
 
 
-def test_returned_job_is_the_next_one_in_its_queue(
-    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
-) -> None:
+def test_returned_job_is_next_in_its_queue(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     second = submit(ledger, queue)
     redis_client.rpop(queue + "\x06\x163")
     taken = take(ledger, job_id)
@@ -215,7 +213,7 @@ def test_submit_pushes_the_message_once(ledger: Ledger, queue: str, redis_client
     assert sorted(ids, key=lambda job_id: num_ahead(ledger, job_id) or 0) == ids
 
 
-def test_submit_reports_another_payload_under_the_same_id(ledger: Ledger, queue: str) -> None:
+def test_submit_reports_a_different_payload_with_the_same_id(ledger: Ledger, queue: str) -> None:
     first = submission(queue, digest="a")
     assert ledger.submit([first]) == [1]
     same, other = (submission(queue, first.job_id, digest=digest) for digest in "ab")

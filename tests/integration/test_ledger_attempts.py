@@ -128,7 +128,7 @@ def test_cancel_finishes_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str,
     assert write(ledger, attempt, TOKEN, seq=2) == {0}
 
 
-def test_started_job_cannot_be_ended_by_others(ledger: Ledger, job_id: str) -> None:
+def test_started_job_cannot_be_ended_by_other_workers(ledger: Ledger, job_id: str) -> None:
     begin(ledger, job_id)
     assert not ledger.end_waiting(job_id, DONE)
     assert ledger.state(job_id) == "running"
@@ -141,7 +141,7 @@ def test_write_rejects_events_after_a_gap(ledger: Ledger, job_id: str, redis_cli
     assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1]
 
 
-def test_lost_attempt_cannot_write_into_a_later_one_with_the_same_number(
+def test_lost_attempt_cannot_write_into_a_later_attempt_with_the_same_number(
     ledger: Ledger, job_id: str, redis_client: Redis
 ) -> None:
     snapshot = redis_client.dump(job_key(job_id))
@@ -173,7 +173,7 @@ def test_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: s
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
 
 
-def test_end_reported_to_celery_needs_no_settlement(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_end_reported_to_celery_does_not_need_settlement(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     stored, event = CeleryState(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}

@@ -78,7 +78,7 @@ def limit(redis: Redis, queue: str, settings_environment: Callable[..., None]) -
     return fleet
 
 
-def test_jobs_above_the_limit_wait_while_others_are_served(limit: Limit) -> None:
+def test_jobs_above_the_limit_wait_while_other_jobs_are_served(limit: Limit) -> None:
     fleet = limit({"a": 2})
     fleet.submit("a", 20)
     fleet.submit("b", 20)
@@ -88,7 +88,7 @@ def test_jobs_above_the_limit_wait_while_others_are_served(limit: Limit) -> None
 
 
 @pytest.mark.parametrize("leave", ["release", "requeue", "set_aside", "restore"])
-def test_job_that_leaves_makes_room_for_the_next_one(limit: Limit, leave: str) -> None:
+def test_job_that_leaves_makes_room_for_the_next_job(limit: Limit, leave: str) -> None:
     fleet = limit({"a": 2})
     fleet.submit("a", 5)
     fleet.submit("b", 1)
@@ -110,7 +110,7 @@ def expire(fleet: LimitedFleet, taken: Taken) -> None:
     fleet.ledger.restore(LEASE_S)
 
 
-def test_each_level_of_a_key_has_its_limit(limit: Limit) -> None:
+def test_each_level_of_a_key_has_its_own_limit(limit: Limit) -> None:
     fleet = limit({"org": 4, "org/a": 1})
     for key in ("org/a", "org/b", "org", "other"):
         fleet.submit(key, 6)
@@ -133,7 +133,7 @@ def test_new_team_is_served_while_the_other_teams_are_at_their_limit(limit: Limi
     assert fleet.fill() == {"org/a": 1, "org/b": 2, "org": 2}
 
 
-def test_limit_of_a_model_counts_jobs_of_all_priorities(limit: Limit) -> None:
+def test_model_limit_counts_jobs_with_all_priorities(limit: Limit) -> None:
     fleet = limit({}, of_model=3)
     fleet.submit("a", 5, PRIORITY_BULK)
     assert fleet.fill() == {"a": 3}
@@ -143,7 +143,7 @@ def test_limit_of_a_model_counts_jobs_of_all_priorities(limit: Limit) -> None:
     assert fleet.fill() == {"a": 2, "b": 1}, "the more urgent job is the next one"
 
 
-def test_limit_that_is_set_later_counts_the_jobs_that_run(redis: Redis, queue: str) -> None:
+def test_limit_set_later_counts_running_jobs(redis: Redis, queue: str) -> None:
     fleet = LimitedFleet(redis, queue)
     fleet.submit("a", 3)
     assert fleet.fill() == {"a": 3}
@@ -171,7 +171,7 @@ def test_slot_of_a_lost_entry_is_returned(limit: Limit) -> None:
     assert fleet.redis.smembers(limited_key()) == {b"a"}
 
 
-def test_blocked_tenants_cost_a_take_nothing(limit: Limit) -> None:
+def test_blocked_tenants_do_not_slow_down_a_take(limit: Limit) -> None:
     names = [f"t{number}" for number in range(300)]
     fleet = limit(dict.fromkeys(names, 1))
     for name in names:

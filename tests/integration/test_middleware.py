@@ -28,7 +28,7 @@ class Broken(Middleware):
 """
 
 
-def test_documented_middleware_logs_attempts_and_a_failing_one_affects_no_job(
+def test_documented_middleware_logs_attempts_and_failing_middleware_affects_no_job(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     name = f"t{uuid.uuid4().hex[:8]}"

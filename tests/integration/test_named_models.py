@@ -43,7 +43,7 @@ def test_model_can_have_any_single_line_name_and_its_own_sampling_defaults(
         client.unload_model(name, worker="worker", timeout=PATIENCE_S)
 
 
-def test_model_without_a_name_gets_a_unique_one_from_its_file(client: Client) -> None:
+def test_model_without_a_name_gets_a_unique_name_from_its_file(client: Client) -> None:
     argv = ("models", "load", "bundled://tiny", "-w", "worker", "--set", "n_parallel=1", "--set", "threads=1", "--json")
     loaded = CliRunner().invoke(app, argv, catch_exceptions=False)
     assert json.loads(loaded.output) == {"model": "tiny-2", "status": "ready", "not_on": {}}

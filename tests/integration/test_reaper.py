@@ -99,7 +99,7 @@ def test_tickets_in_use_and_tickets_of_held_jobs_are_not_lost(world: World) -> N
     assert not world.redis.exists(queue_key(QUEUE, 9), shortages_key())
 
 
-def test_job_that_is_missing_in_its_backlog_is_added(world: World) -> None:
+def test_job_missing_from_its_backlog_is_added(world: World) -> None:
     jobs = [world.job() for _ in range(3)]
     world.redis.delete(backlog_key(queue_key(QUEUE, 3)), queue_key(QUEUE, 3))
     take_of_previous = {"holder": "a worker of a version without backlogs"}
@@ -149,7 +149,7 @@ def test_lost_job_is_found_by_any_set_of_workers(world: World) -> None:
     assert world.waiting() == lost
 
 
-def test_one_of_many_workers_performs_a_duty_per_period(world: World) -> None:
+def test_one_of_many_workers_performs_each_duty_once_per_period(world: World) -> None:
     world.job(ticket=False)
     for reaper in [world.another_reaper() for _ in range(5)]:
         reaper.run_once()
@@ -217,7 +217,7 @@ def test_message_without_an_entry_is_left_for_a_worker_to_reject(world: World) -
     assert world.waiting() == [job_id]
 
 
-def test_timeouts_end_waiting_jobs_and_leave_running_ones(world: World) -> None:
+def test_timeouts_end_waiting_jobs_but_not_running_jobs(world: World) -> None:
     tasks = ("generate", "chat", "embed", "rerank", "tokenize")
     running = world.job(timeout_s=0.001)
     begin(world.ledger, running, token=take(world.ledger, running).token)

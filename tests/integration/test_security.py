@@ -99,7 +99,7 @@ def run(url: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)
 
 
-def test_jobs_work_over_tls_with_a_user_and_print_no_password(secured_url: str, tmp_path: Path) -> None:
+def test_jobs_work_over_tls_with_a_user_without_printing_the_password(secured_url: str, tmp_path: Path) -> None:
     worker = WorkerProcess(tmp_path, secured_url, name=uuid.uuid4().hex)
     try:
         worker.wait_ready()

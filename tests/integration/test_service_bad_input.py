@@ -57,7 +57,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (chat, ("tiny", HELLO), {"tools": [tool("get weather")]}, r"tools\.0\.function\.name is 'get weather'"),
     (chat, ("tiny", HELLO), {"tools": [tool(type="string")]}, 'use a JSON Schema of type "object"'),
     (chat, ("tiny", HELLO), {"tools": [tool(type="object", required=["x"])]}, "`required` is not valid"),
-    (chat, ("tiny", HELLO), {"tools": [tool(), tool()]}, "f: this name occurs twice"),
+    (chat, ("tiny", HELLO), {"tools": [tool(), tool()]}, "f: this name is used twice"),
     (chat, ("tiny", HELLO), {"thinking_budget": -1}, "thinking_budget is -1"),
     (embed, ("tiny", []), {}, "texts is"),
     (embed, ("tiny", ["a", ""]), {}, r"texts\.1 is '': it is empty"),
@@ -134,7 +134,7 @@ def test_invalid_call_is_rejected_before_queueing(
         ),
     ],
 )
-def test_invalid_job_fails_alone_with_code_and_message(
+def test_invalid_job_fails_with_code_and_message_without_affecting_other_jobs(
     worker: WorkerProcess,
     events_of: Callable[..., list[dict[str, Any]]],
     name: str,
@@ -156,7 +156,7 @@ def test_invalid_job_fails_alone_with_code_and_message(
     assert "Traceback" not in worker.log()[told_before:]
 
 
-def test_exponential_grammar_fails_alone_while_others_run(
+def test_exponential_grammar_fails_only_its_own_job(
     worker: WorkerProcess, events_of: Callable[..., list[dict[str, Any]]]
 ) -> None:
     good = generate.delay("tiny", "Once upon a time", max_tokens=60, **GREEDY)

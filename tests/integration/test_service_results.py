@@ -100,7 +100,7 @@ def test_generate_supports_schemas_several_completions_and_logprobs() -> None:
     assert all(len(e["logprobs"]) == len(e["tokens"]) for e in tokens)
 
 
-def test_same_seed_gives_the_same_text_and_is_returned() -> None:
+def test_same_seed_produces_the_same_text_and_is_returned() -> None:
     # One after another and without cached prefixes, so that batches and logits are identical.
     params = {"max_tokens": 40, "temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False}
     first, same, other = [
@@ -164,7 +164,7 @@ def test_embed_honours_dimensions_normalize_truncate_and_encoding() -> None:
     assert len(embed.delay("tiny", long, truncate=True).get(timeout=PATIENCE_S)["embeddings"]) == 1
 
 
-def test_events_have_consecutive_seq_and_one_end_with_the_text_of_the_result(events_of: EventsOf) -> None:
+def test_events_have_consecutive_seqs_and_one_end_with_the_text_of_the_result(events_of: EventsOf) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=50, **GREEDY)
     events = events_of(job.id)
     result = job.get(timeout=PATIENCE_S)
@@ -231,7 +231,7 @@ def test_plain_celery_producer_gets_result_and_events(
     assert told["result"]["text"].startswith(", there was a little fox")
 
 
-def test_concurrent_jobs_give_the_same_texts_as_single_jobs(worker: WorkerProcess) -> None:
+def test_concurrent_jobs_produce_the_same_texts_as_single_jobs(worker: WorkerProcess) -> None:
     """The 32 jobs of different lengths share 16 slots."""
     prompts = [_prompt(i) for i in range(32)]
     alone = [generate.delay("tiny", p, max_tokens=48, **GREEDY).get(timeout=PATIENCE_S)["text"] for p in prompts]

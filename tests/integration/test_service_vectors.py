@@ -97,7 +97,7 @@ def test_embed_of_an_encoder_equals_the_reference(reference: BertReference, voca
         embed.delay("texts", [[1, 300]]).get(timeout=PATIENCE_S)
 
 
-def test_embed_gives_a_vector_per_token_as_lists_or_with_shapes_in_base64() -> None:
+def test_embed_returns_a_vector_per_token_as_lists_or_base64_with_shapes() -> None:
     listed = embed.delay("tokens", TEXTS, dimensions=16).get(timeout=PATIENCE_S)
     packed = embed.delay("tokens", TEXTS, dimensions=16, encoding="base64").get(timeout=PATIENCE_S)
     assert packed["shapes"] == [[5, 16], [3, 16], [7, 16]]
@@ -150,7 +150,7 @@ async def _ranked(query: str, documents: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_clients_and_plain_celery_rerank_alike() -> None:
+def test_clients_and_plain_celery_return_the_same_ranking() -> None:
     with Client() as client:
         ours = client.rerank("ranks", "w1", TEXTS).result(timeout=PATIENCE_S)["results"]
     plain = app.send_task("cellama.rerank", ["ranks", "w1", TEXTS], queue="cellama:queue:ranks").get(timeout=PATIENCE_S)
@@ -183,7 +183,7 @@ def test_vector_jobs_report_unsupported_use(call: Any, code: str, message: str) 
 def test_invalid_rerank_calls_are_rejected_before_queueing() -> None:
     for arguments, message in (
         (("ranks", "", ["a"]), "query is '': it is empty"),
-        (("ranks", "q", []), "documents is .*give at least one"),
+        (("ranks", "q", []), "documents is .*provide at least one"),
         (("ranks", "q"), "documents is missing"),
     ):
         with pytest.raises(InvalidJob, match=message):

@@ -122,7 +122,7 @@ def test_trace_contains_all_spans_of_a_job_whose_worker_was_killed(
     assert PROMPT not in str([span.attributes for span in spans])
 
 
-def test_bulk_run_is_one_trace_with_a_span_per_line(
+def test_bulk_run_creates_one_trace_with_a_span_per_line(
     collector: Collector, workers: Workers, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     workers.ensure()

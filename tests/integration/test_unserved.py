@@ -94,7 +94,7 @@ def test_job_waits_while_a_worker_has_reported_its_queue_recently(watch: Watch) 
     assert len(watch.look()) == 1
 
 
-def test_job_gets_its_whole_time_again_after_an_interruption_of_the_search(watch: Watch) -> None:
+def test_job_waits_for_the_whole_timeout_again_when_the_search_was_interrupted(watch: Watch) -> None:
     watch.job()
     watch.redis.hincrbyfloat(watched_key(), "last", -4 * LEASE_S)  # an outage of Redis, or of all workers
     assert watch.look() == watch.look() == []
@@ -102,7 +102,7 @@ def test_job_gets_its_whole_time_again_after_an_interruption_of_the_search(watch
     assert len(watch.look()) == 1
 
 
-def test_job_with_an_eta_gets_its_whole_time_from_then_on(watch: Watch) -> None:
+def test_job_with_an_eta_waits_for_the_whole_timeout_after_its_eta(watch: Watch) -> None:
     watch.job(delay=LONG_AGO_S)
     due = watch.job(delay=LONG_AGO_S - TIMEOUT_S)
     assert watch.look() == [due]
@@ -127,7 +127,7 @@ def test_job_in_another_queue_waits_while_a_celery_worker_reads_the_queue(watch:
 
 
 @pytest.mark.parametrize("queue", [QUEUE, "celery", "cellama.typo"])
-def test_message_of_plain_celery_in_an_unserved_queue_ends_and_others_stay(watch: Watch, queue: str) -> None:
+def test_plain_celery_job_in_an_unserved_queue_ends_and_other_messages_remain(watch: Watch, queue: str) -> None:
     with Celery("plain", broker=watch.url, set_as_current=False) as plain:
         others = [plain.send_task("shop.buy", queue=queue) for _ in range(2)]
         job = plain.send_task("cellama.generate", ["tiny", "Hi"], queue=queue)
@@ -214,7 +214,7 @@ def loading(url: str, tmp_path: Path) -> Iterator[WorkerProcess]:
     assert process.stop() == 0, process.log()
 
 
-def test_unserved_jobs_fail_for_every_caller_and_those_of_a_loading_model_wait(
+def test_unserved_jobs_fail_for_every_caller_and_jobs_of_a_loading_model_wait(
     impatient: WorkerProcess, loading: WorkerProcess, url: str, tmp_path: Path
 ) -> None:
     app = app_at(url)
@@ -244,7 +244,7 @@ def test_unserved_jobs_fail_for_every_caller_and_those_of_a_loading_model_wait(
         assert waiting.result(PATIENCE_S)["text"]
 
 
-def test_callers_end_the_jobs_that_they_wait_for_if_no_worker_is_running(
+def test_callers_end_awaited_jobs_when_no_worker_is_running(
     redis_server: RedisServer, settings_environment: Callable[..., None]
 ) -> None:
     with empty_database(redis_server, 10) as url, ThreadPoolExecutor() as pool:

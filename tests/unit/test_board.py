@@ -70,7 +70,7 @@ def row_of(name: str) -> str:
     return name if name in TABLE else re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_dashboard_equals_the_generated_one(board: ModuleType) -> None:
+def test_dashboard_equals_the_generated_dashboard(board: ModuleType) -> None:
     assert (DASHBOARDS / "cellama.json").read_text(encoding="utf-8") == board.text(), "run: python .ci/board.py"
 
 

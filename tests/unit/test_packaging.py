@@ -113,7 +113,7 @@ def test_floors_exclude_releases_with_known_faults() -> None:
         assert any(line.startswith(floor) for line in lines), floor
 
 
-def test_packages_that_only_the_repository_needs_are_no_extras() -> None:
+def test_packages_that_only_the_repository_needs_are_not_extras() -> None:
     groups = PYPROJECT["dependency-groups"]
     assert {"bench", "clients", "dev", "docs"} == set(groups)
     assert not set(groups) & set(PYPROJECT["project"]["optional-dependencies"])

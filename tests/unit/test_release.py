@@ -97,7 +97,7 @@ def test_release_is_refused_when_the_version_is_not_a_release_version(repository
     )
 
 
-def test_release_at_a_tag_needs_the_tag_of_the_version_at_this_commit(repository: Path) -> None:
+def test_release_at_a_tag_requires_the_version_tag_at_this_commit(repository: Path) -> None:
     [missing] = problems(repository, "v1.2.0")
     assert missing == "tag: 'v1.2.0' does not point to this commit; run git switch --detach v1.2.0"
     git(repository, "tag", "v1.2.0")
@@ -128,7 +128,7 @@ def test_output_directory_is_refused_when_it_has_other_files(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sdist_has_sorted_members_without_owner_and_with_one_time(tmp_path: Path) -> None:
+def test_sdist_contains_sorted_members_without_owner_and_with_the_same_timestamp(tmp_path: Path) -> None:
     sdists = []
     for name in ("first.tar.gz", "second.tar.gz"):
         sdists.append(tmp_path / name)

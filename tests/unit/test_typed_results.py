@@ -52,7 +52,7 @@ COMPLETIONS = [
 ]
 
 
-def test_counts_and_timings_come_from_the_engine() -> None:
+def test_counts_and_timings_equal_the_values_of_the_engine() -> None:
     assert Usage.__annotations__.keys() == {*(field.name for field in fields(EngineUsage)), "cache_hit_kind"}
     assert Timings.__optional_keys__ == {field.name for field in fields(EngineTimings)}
     assert get_args(FinishReason) == get_args(EngineFinishReason)
@@ -70,7 +70,7 @@ def test_result_has_token_ids_when_requested() -> None:
     assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER.sign, "job").keys()
 
 
-def test_result_and_last_event_list_warnings_in_bounded_length() -> None:
+def test_result_and_last_event_list_warnings_of_bounded_length() -> None:
     many = tuple(f"{number}: {'x' * 1000}" for number in range(2000))
     warned = completion(warnings=many)
     shown = result_of(warned, "tiny", SIGNER.sign, "job")["warnings"]

@@ -67,7 +67,7 @@ def test_releases_are_published_with_attestations_and_without_a_stored_password(
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_jobs_with_permission_to_write_run_no_code_of_the_repository(file: Path) -> None:
+def test_jobs_with_write_permission_run_no_repository_code(file: Path) -> None:
     for name, job in jobs(file).items():
         if may_write(job):
             assert not any(".ci/" in line for line in commands(job)), name
@@ -76,7 +76,7 @@ def test_jobs_with_permission_to_write_run_no_code_of_the_repository(file: Path)
 
 
 @pytest.mark.parametrize("file", FILES[:2], ids=lambda file: file.name)
-def test_github_workflows_may_only_read_by_default(file: Path) -> None:
+def test_github_workflows_have_only_read_permissions_by_default(file: Path) -> None:
     assert yaml.safe_load(file.read_text())["permissions"] == {"contents": "read"}
     for action in [action for job in jobs(file).values() for action in actions(job)]:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./-]+", action)

@@ -1,6 +1,6 @@
-"""Batches, which are bulk runs that a gateway drives while it holds a lease (docs/adr/019-batches.md).
+"""Batches, which are bulk runs driven by the gateway that holds their lease (docs/adr/019-batches.md).
 
-This package may use the package `files`, the modules of the gateway that all endpoints use, and `api.batch`.
+This package may import the `files` package, the gateway modules shared by all endpoints, and `api.batch`.
 """
 
 from .endpoints import ROUTES

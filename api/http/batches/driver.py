@@ -1,4 +1,7 @@
-"""Drive one batch while this gateway holds its lease: read its input, run it, and store its results as files."""
+"""Drive one batch while this gateway holds its lease.
+
+A driver reads the input, runs it, and stores the results as files.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,14 @@ EXPIRED = {"code": "batch_expired", "message": "the completion window ended befo
 
 
 class DriverStopped(Exception):
-    """The driver must stop before its batch has ended, because the gateway is stopping or the lease was lost."""
+    """The driver must stop before its batch ends because the gateway is stopping or the lease was lost."""
 
 
 class BatchDriver:
     """Drives one batch in its own thread, and checks on each turn of the run whether it may continue.
 
-    Meanwhile the event loop renews the lease, and polls whether the batch was cancelled. The thread uses the loop's
-    Redis clients through `_await`.
+    Meanwhile, the event loop renews the lease and checks whether the batch was cancelled. The thread uses the event
+    loop's Redis clients through `_await`.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class BatchDriver:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Request that the driver leaves the batch to another driver soon."""
+        """Ask the driver to release the batch soon so that another driver can take over."""
         self._stop.set()
 
     async def drive(self) -> None:
-        """Drive the batch until it has ended or is left to another driver. Raises only CancelledError."""
+        """Drive the batch until it ends or is released to another driver. Raises only CancelledError."""
         self._loop = asyncio.get_running_loop()
         # Not in one of the loop's own threads: a run takes as long as its batch, and would delay uploads.
         threads = ThreadPoolExecutor(1, thread_name_prefix=self.id)
@@ -111,7 +114,7 @@ class BatchDriver:
             log.warning("batch lease not renewed", batch=self.id, detail=f"{error}; retrying in {POLL_S:g} s")
 
     async def _poll(self) -> str:
-        """Return the batch's status. Its tenant or `cellama batch cancel` may have cancelled the batch."""
+        """Return the batch's status. The tenant or `cellama batch cancel` may have cancelled the batch."""
         if not self._cancelled.is_set() and await self._batches.take_cancel(self.id):
             await self._batches.move(self._record, "cancelling", expected=("validating", "in_progress"))
         record = await self._batches.records.read(self.id)
@@ -157,7 +160,7 @@ class BatchDriver:
         return self._record.get("total") is not None
 
     def _check_turn(self) -> None:
-        """Raise DriverStopped if this driver must stop, or InputRefused if the batch was cancelled before its start."""
+        """Raise DriverStopped if this driver must stop, or InputRefused if the batch was cancelled before starting."""
         if self._stop.is_set():
             raise DriverStopped("the gateway is stopping")
         if not self._lease.is_held:
@@ -166,7 +169,7 @@ class BatchDriver:
             raise InputRefused([])
 
     def _run(self, redis: Redis) -> str | None:
-        """Run the batch. Return the final status of the run, or None if the batch has also ended."""
+        """Run the batch. Return the run's final status, or None if the batch has already ended as well."""
         try:
             return self._run_file(redis)
         except InputRefused as refused:
@@ -187,7 +190,7 @@ class BatchDriver:
         return None
 
     def _run_file(self, redis: Redis) -> str:
-        """Run the batch like `cellama batch run`, or resume it where the last driver stopped.
+        """Run the batch as `cellama batch run` does, or resume it where the last driver stopped.
 
         Raises DriverStopped, InvalidJob, OSError, RedisUnreachable and RedisRefused.
         """
@@ -250,10 +253,10 @@ class BatchDriver:
         return InputCheck(self._record["endpoint"], self._settings.gateway_max_batch_lines, caller, start)
 
     def _prepare_work_file(self) -> None:
-        """Set the run's id to the id of its batch. The run is also recorded in Redis under this id.
+        """Set the run's id to the batch's id.
 
-        If there is an output without a work file, a driver on another machine has stored the output in parts.
-        The lines of this output are then marked as finished in the new work file.
+        The run is also recorded in Redis under this id. If there is an output without a work file, a driver on another
+        machine stored the output in parts. The lines of this output are then marked as finished in the new work file.
         """
         try:
             with contextlib.closing(WorkFile(self._paths.work)) as work:
@@ -261,11 +264,11 @@ class BatchDriver:
                     work.set(run_id=self.id, **self._record.get("trace", {}))
         except sqlite3.OperationalError as error:
             if "locked" in str(error):  # by a process that has not noticed yet that it has lost its lease
-                raise DriverStopped("another process still has the work file open") from None
+                raise DriverStopped("the work file is still open in another process") from None
             raise
 
     def _save_part(self, parts: Parts) -> None:
-        """Store the latest part of the output, so that a gateway on another machine can take over."""
+        """Store the latest part of the output so that a gateway on another machine can take over."""
         if parts.save(self._paths.output):
             fields = {"parts": parts.names, "parts_bytes": parts.num_bytes}
             done, _ = self._await(
@@ -278,7 +281,7 @@ class BatchDriver:
     # End of the batch
 
     def _store_results(self, redis: Redis) -> None:
-        """Store the output and the errors as files, and end the batch. It is safe to repeat this call."""
+        """Store the output and the errors as files, and end the batch. This method can be called repeatedly."""
         record = self._await(self._batches.records.read(self.id)) or self._record
         ends_as = record["ends_as"]
         if ends_as == "cancelled":
@@ -304,7 +307,7 @@ class BatchDriver:
         )
 
     def _error_blocks(self, expired: list[tuple[int, Any]]) -> Iterator[bytes]:
-        """Yield the errors of the run, and an error for each request that did not finish in time."""
+        """Yield the run's errors, and an error for each request that did not finish in time."""
         if self._paths.errors.exists():
             yield from blocks_of(self._paths.errors.open("rb"))
         for number, line_id in expired:
@@ -320,7 +323,7 @@ class BatchDriver:
         return file_id
 
     def _end(self, status: str, *, expected: tuple[str, ...], **fields: Any) -> None:
-        """End the batch and delete the files of its run, unless the batch has been cancelled in the meantime."""
+        """End the batch and delete its run's files, unless the batch has been cancelled in the meantime."""
         if self._move(status, expected=expected, **fields) == status:
             delete_run(self._files.store, self.id)
             self._await(self._batches.close(self.id, self.tenant))  # after the deletion, which is repeated without it
@@ -328,9 +331,9 @@ class BatchDriver:
             log.info("batch ended", batch=self.id, status=status)
 
     def _move(self, status: str, *, expected: tuple[str, ...], **fields: Any) -> str:
-        """Change the batch's status.
+        """Change the batch's status, and return the new status.
 
-        Return the new status, which is "cancelling" if the batch was cancelled before. Raises DriverStopped.
+        The new status is "cancelling" if the batch was already cancelled. Raises DriverStopped.
         """
         token = self._lease.token
         done, now = self._await(
@@ -345,7 +348,7 @@ class BatchDriver:
 
 
 def _usage_of(progress: Progress) -> dict[str, Any]:
-    """Return a run's token counts in the format of OpenAI's batches."""
+    """Return a run's token counts in OpenAI's batch format."""
     return {
         "input_tokens": progress.prompt_tokens,
         "input_tokens_details": {"cached_tokens": progress.cached_tokens},

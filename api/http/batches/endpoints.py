@@ -53,7 +53,7 @@ async def cancel(request: Request) -> Response:
 
 
 def runner_of(request: Request) -> BatchRunner:
-    """Return the runner of the gateway's batches."""
+    """Return the gateway's batch runner."""
     runner: BatchRunner = request.app.state.batches
     return runner
 

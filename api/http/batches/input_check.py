@@ -23,10 +23,10 @@ OnComplete = Callable[[int, str | None], None]
 
 
 class InputRefused(InvalidJob):
-    """The batch can't run because its input has errors, or because it was cancelled while the input was being read."""
+    """The batch can't run because its input has errors or because it was cancelled while its input was being read."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
-        """Create the error. Each error in `errors` has OpenAI's members: code, message, param and line."""
+        """Create the error. Each entry in `errors` has OpenAI's members code, message, param and line."""
         super().__init__(f"the input has {len(errors)} errors")
         self.errors = errors
 
@@ -34,15 +34,15 @@ class InputRefused(InvalidJob):
 class InputCheck:
     """Validates each line of an input while a run is reading it.
 
-    An error in the file itself, such as a repeated `custom_id`, causes the whole file to be rejected. Invalid
-    parameters in a single request don't. Instead, the run writes an error for the request to the error file.
+    An error in the file itself, such as a repeated `custom_id`, causes the whole file to be rejected. If only the
+    parameters of a request are invalid, the run writes an error for this request to the error file.
     """
 
     def __init__(self, endpoint: str, max_lines: int, caller: Caller, on_complete: OnComplete) -> None:
         """Create a check that applies the rights of `caller`.
 
-        If the input has no errors, `on_complete` is called with the number of requests, and with their model if
-        all requests name the same model.
+        If the input has no errors, `on_complete` is called with the number of requests, and with their model if all
+        requests use the same model.
         """
         self._endpoint = endpoint
         self._max_lines = max_lines
@@ -69,7 +69,7 @@ class InputCheck:
             raise InputRefused(self._errors)
 
     def end(self) -> None:
-        """Finish the check after the last line. Raises InputRefused if there are errors."""
+        """Finish the check after the last line. Raises InputRefused if errors were found."""
         if not self._num_lines:
             self._add(("empty_file", "the file has no requests; check that it is the right file", None), None)
         if self._errors:

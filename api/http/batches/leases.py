@@ -1,4 +1,7 @@
-"""Leases, which ensure that no two gateways perform the same task. If a gateway dies, another gateway takes over."""
+"""Leases, which ensure that only one gateway performs a task at a time.
+
+If a gateway dies, another gateway takes over.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 
 
 class GatewayLease:
-    """The right of one gateway to perform a task, such as driving a batch.
+    """One gateway's right to perform a task, such as driving a batch.
 
-    Redis stores the lease's token under the lease's name. Methods raise RedisError. `is_held` may be read
-    in any thread.
+    Redis stores the lease's token under the lease's name. Methods raise RedisError. `is_held` may be read from any
+    thread.
     """
 
     def __init__(self, redis: Redis, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a lease that is not taken yet. Tests may replace `clock`."""
+        """Create the lease without taking it. Tests may replace `clock`."""
         self.token = uuid.uuid4().hex
         self._redis: Any = redis
         self._key = http_lease_key(name)
@@ -35,7 +38,10 @@ class GatewayLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certainly held. This becomes false some time before the lease expires in Redis."""
+        """Whether this gateway is certain to hold the lease.
+
+        The value becomes False some time before the lease expires in Redis.
+        """
         return self._clock() < self._granted_at + self._lease_s * (1 - 1 / RENEWALS_PER_LEASE)
 
     @property
@@ -48,7 +54,7 @@ class GatewayLease:
         return await self._request(self._redis.set(self._key, self.token, nx=True, px=self._lease_ms))
 
     async def renew(self) -> bool:
-        """Renew the lease. Return False if it is lost."""
+        """Renew the lease. Return False if the lease has been lost."""
         return await self._request(self._redis.eval(_RENEW, 1, self._key, self.token, self._lease_ms))
 
     async def _request(self, reply: Any) -> bool:
@@ -58,7 +64,7 @@ class GatewayLease:
         return is_granted
 
     async def release(self) -> None:
-        """Release the lease, so that another gateway can take it immediately.
+        """Release the lease so that another gateway can take it immediately.
 
         If Redis does not answer, the lease expires by itself.
         """
@@ -69,7 +75,7 @@ class GatewayLease:
             return
 
     def lose(self) -> None:
-        """Treat the lease as lost, without calling Redis."""
+        """Mark the lease as lost without calling Redis."""
         self._granted_at = float("-inf")
 
     @property
@@ -78,7 +84,7 @@ class GatewayLease:
 
 
 async def names_without_lease(redis: Redis, names: Sequence[str]) -> set[str]:
-    """Return the names of the leases that no gateway holds. Raises RedisError."""
+    """Return the names of leases that no gateway holds. Raises RedisError."""
     if not names:
         return set()
     tokens: Any = await redis.mget([http_lease_key(name) for name in names])

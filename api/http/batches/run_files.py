@@ -1,4 +1,4 @@
-"""A run's files: its directory on this machine, and the parts of its output in the store. All functions block."""
+"""Manage a run's directory on this machine, and the parts of its output in the store. All functions block."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PART_SHARE = 0.1  # share of the run's duration between two parts: a gateway tha
 
 
 def run_directory(store: FileStore, batch_id: str) -> Path:
-    """Return the directory of a run on this machine."""
+    """Return a run's directory on this machine."""
     return store.work_dir / RUNS / batch_id
 
 
 def delete_run(store: FileStore, batch_id: str) -> None:
-    """Delete the directory and parts of a run that has ended. Raises OSError."""
+    """Delete the directory and the stored parts of a run that has ended. Raises OSError."""
     shutil.rmtree(run_directory(store, batch_id), ignore_errors=True)
     store.delete_directory(f"parts/{batch_id}")
 
@@ -47,7 +47,8 @@ def _changed_at(directory: Path) -> float:
 class Parts:
     """The stored parts of a batch's output, which allow a gateway on another machine to take over the batch.
 
-    The batch's record lists the names of its parts in order. Other parts are ignored. Methods raise OSError.
+    The batch's record lists the names of its parts in order. Parts that are not listed are ignored. Methods raise
+    OSError.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Parts:
         num_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the list of stored parts, which contain `num_bytes` of the output in total.
+        """Create the list of stored parts, which contain `num_bytes` bytes of the output in total.
 
         Tests may replace `clock`.
         """
@@ -70,14 +71,14 @@ class Parts:
         self._started_at = self._saved_at = clock()
 
     def download(self, output: Path) -> None:
-        """Write the parts to the output file."""
+        """Assemble the output file from the stored parts."""
         fresh = output.with_name(f"{output.name}.part")
         write_new(fresh, (block for name in self.names for block in blocks_of(self._store.open(name))))
         self.num_bytes = fresh.stat().st_size
         fresh.replace(output)
 
     def is_due(self) -> bool:
-        """Return whether the next part should be stored now. If so, the next interval starts."""
+        """Return whether the next part should be stored now. If True, start the next interval."""
         now = self._clock()
         if now - self._saved_at < min(MAX_PART_S, max(MIN_PART_S, PART_SHARE * (now - self._started_at))):
             return False
@@ -87,7 +88,7 @@ class Parts:
     def save(self, output: Path) -> bool:
         """Store the latest output as a new part. Return False if there is no new output.
 
-        Call this between two turns of the run, when the output contains only complete lines.
+        Call this method between two turns of the run, when the output contains only complete lines.
         """
         size = output.stat().st_size if output.exists() else 0
         if size <= self.num_bytes:

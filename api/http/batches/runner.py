@@ -1,4 +1,4 @@
-"""A gateway's loop that finds batches without a driver, drives them, and deletes expired files."""
+"""The gateway's loop that finds batches without a driver, drives them, and deletes expired files."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class BatchRunner:
         return BatchService(self._settings, self._redis)
 
     def start(self) -> None:
-        """Start driving batches, within a running event loop. Further calls change nothing."""
+        """Start driving batches in the running event loop. Further calls have no effect."""
         self._loop.start()
 
     async def close(self) -> None:
-        """Stop all drivers, so that other gateways take over their batches, and close the connections."""
+        """Stop all drivers so that other gateways can take over their batches, and close the connections."""
         await self._loop.close()
         for driver, _ in self._driven.values():
             driver.stop()
@@ -74,11 +74,11 @@ class BatchRunner:
         return False
 
     async def poll(self) -> None:
-        """Start driving one batch that has no driver, if this gateway may drive more batches.
+        """Start driving one batch without a driver, if this gateway may drive more batches.
 
-        Tenants with the fewest drivers in this gateway come first. A batch that was cancelled or has expired is
-        driven even if the limit is reached, so that its end is not delayed. If the limit is reached, and a
-        tenant has no driver while another tenant has several, one of these drivers stops.
+        Tenants with the fewest drivers in this gateway come first. Cancelled and expired batches are driven even if the
+        limit is reached, so that their end is not delayed. If the limit is reached, and a tenant has no driver while
+        another tenant has several, one of these drivers stops.
         """
         self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
         num, max_num = len(self._driven), self._settings.gateway_batches_at_once
@@ -99,7 +99,7 @@ class BatchRunner:
                 log.info(
                     "batch paused",
                     batch=last.id,
-                    detail="its tenant has several drivers, while another tenant has none",
+                    detail="its tenant has several drivers while another tenant has none",
                 )
                 last.stop()
 
@@ -133,7 +133,7 @@ class BatchRunner:
         return True
 
     async def _close(self, batch_id: str, tenant: str | None) -> None:
-        """Delete the files of a batch that has expired, or whose driver died while ending the batch."""
+        """Delete the files of a batch that has expired or whose driver died while ending the batch."""
         try:
             await in_thread(FILES, delete_run, self._store, batch_id)
         except OSError as error:
@@ -142,7 +142,7 @@ class BatchRunner:
             await self.batches.close(batch_id, tenant)
 
     async def sweep(self) -> None:
-        """Delete expired files, and files that dead gateways left on this machine."""
+        """Delete expired files, and files that dead gateways have left on this machine."""
         store_id = await self.files.read_store_id()
         if store_id is None:
             return  # the store is empty

@@ -1,4 +1,4 @@
-"""Create, cancel and format batch records, and parse the requests for batches."""
+"""Create, cancel and format batch records, and parse batch requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BATCH_PARAMETERS = ("input_file_id", "endpoint", "completion_window", "metadata"
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """A parsed request that creates a batch."""
+    """A parsed batch creation request."""
 
     input_file_id: str
     endpoint: str
@@ -60,7 +60,7 @@ class BatchService:
         self.records = RecordStore(redis, "batch")
 
     async def create(self, order: BatchOrder, caller: Caller, key: str | None, store_id: str = "") -> Record:
-        """Create a batch that waits for a driver, or return the earlier batch with this idempotency key.
+        """Create a batch that is waiting for a driver, or return the earlier batch with this idempotency key.
 
         `store_id` identifies the store that contains the batch's files. Raises ApiError: 429 if the tenant has too many
         open batches, 409 if the key was already used with a different body.
@@ -103,18 +103,18 @@ class BatchService:
             raise ApiError(429, message, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
     async def open_batches(self) -> list[OpenBatch]:
-        """Return the batches that have not ended, oldest first."""
+        """Return all open batches, oldest first."""
         with reaching_redis():
             found: Any = await self._redis.zrange(http_open_key(), 0, -1, withscores=True)
         return [(*json.loads(entry), created_at) for entry, created_at in found]
 
     async def close(self, batch_id: str, tenant: str | None) -> None:
-        """Remove a batch from the list of open batches, so that drivers no longer consider it."""
+        """Remove a batch from the list of open batches so that drivers no longer consider it."""
         with reaching_redis():
             await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
-        """Set a batch's status to `cancelling`, so that its driver ends it.
+        """Set a batch's status to `cancelling` so that its driver ends the batch.
 
         Raises ApiError (409) if the batch can no longer be cancelled.
         """
@@ -141,7 +141,8 @@ class BatchService:
     ) -> tuple[bool, str]:
         """Change the status and other fields if the current status is one of `expected` (see RecordStore.advance).
 
-        The time of the change is stored, and a batch's end is announced to webhooks (docs/adr/021-webhooks.md).
+        The time of the change is stored. When a batch ends, its end is announced to webhooks
+        (docs/adr/021-webhooks.md).
         """
         fields |= {"status": status, f"{status}_at": int(await self.records.now())}
         event = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
@@ -156,7 +157,7 @@ class BatchService:
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields of a batch if its status is one of `expected` (see RecordStore.advance)."""
+        """Change a batch's fields if its status is one of `expected` (see RecordStore.advance)."""
         life_s = max(1, int(record["gone_at"] - await self.records.now()))
         return await self.records.advance(
             record["id"], fields, expected=expected, life_s=life_s, lease_token=lease_token, announced=announced
@@ -195,7 +196,7 @@ def _digest(text: str) -> str:
 
 
 def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
-    """Parse the body of a request that creates a batch. Raises ApiError."""
+    """Parse the body of a batch creation request. Raises ApiError."""
     check_known(body, BATCH_PARAMETERS)
     file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
     if not isinstance(file_id, str) or not file_id:

@@ -1,7 +1,7 @@
-"""The console: browser pages that show queues, jobs, chats, bulk runs and keys (docs/how-to/console.md).
+"""The console, whose pages show queues, jobs, chats, bulk runs and keys in a browser (docs/how-to/console.md).
 
-`session.py` identifies the visitor, `rendering.py` renders templates, and each other module serves a group of pages.
-Pages work without inline scripts and styles, because the Content-Security-Policy forbids them.
+`session.py` identifies the visitor, `rendering.py` renders templates, and each of the other modules serves a group of
+pages. Pages don't use inline scripts and styles because the Content-Security-Policy forbids them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ROUTES", "SignInRequired", "error_page", "is_console_page", "is_serv
 def is_served(settings: Settings, access: Access) -> bool:
     """Return whether a gateway with this access control serves the console.
 
-    By default, it is served if the gateway checks API keys, or if it is reachable from this machine only.
+    By default, the console is served if the gateway checks API keys, or if only this machine can reach the gateway.
     """
     if settings.gateway_console == "auto":
         return isinstance(access, KeyAccess)  # without keys, it admits requests from this machine only

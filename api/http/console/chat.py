@@ -1,4 +1,4 @@
-"""Chat with a model. The chat is in Redis, and its answer is in a job's journal, so both survive every restart."""
+"""Chat with a model. The chat is stored in Redis and its answer in a job's journal, so both survive every restart."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOST = "Redis has no data of this answer: it has expired, or it was never queued
 
 
 class ConsoleMessage(BaseModel):
-    """A message from the page. With `retry`, the last message of the chat is sent again instead."""
+    """A message sent by the page. With `retry`, the chat's last message is sent again instead."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,17 +62,22 @@ class ConsoleMessage(BaseModel):
     max_tokens: int | None = None
 
     def text_for(self, chat: ConsoleChat) -> str:
-        """Return the text of the message. `chat` is the chat before the message. Raises ApiError (400 or 409)."""
+        """Return the message's text. `chat` is the chat without the new message. Raises ApiError (400 or 409)."""
         if not self.retry and not self.text.strip():
-            raise ApiError(400, "text is empty; write a message", param="text")
+            raise ApiError(400, "text is empty; enter a message", param="text")
         if self.retry and not chat.turns:
-            raise ApiError(409, "the chat has no message to send again; write one", code="chat_changed")
+            raise ApiError(409, "the chat has no message to send again; enter a message", code="chat_changed")
         return chat.turns[-1].text if self.retry else self.text
 
     def base(self, chat: ConsoleChat) -> ConsoleChat:
-        """Return the chat that the message continues. `chat` is the chat before the message. Raises ApiError (409)."""
+        """Return the chat that the message continues.
+
+        `chat` is the chat without the new message. Raises ApiError (409).
+        """
         if chat.running is not None:
-            raise ApiError(409, "an answer of this chat is not complete; wait for it, or stop it", code="chat_busy")
+            raise ApiError(
+                409, "an answer in this chat is not complete; wait until it is complete, or stop it", code="chat_busy"
+            )
         if len(chat.turns) != self.num_turns:
             message = f"the chat has {len(chat.turns)} messages, and this page shows {self.num_turns}; reload the page"
             raise ApiError(409, message, code="chat_changed")
@@ -80,7 +85,7 @@ class ConsoleMessage(BaseModel):
         return (chat.without_last() if self.retry else chat).model_copy(update=settings)
 
     def body(self, chat: ConsoleChat) -> dict[str, Any]:
-        """Return the body of the equivalent chat completion request. `chat` is the chat before the message."""
+        """Return the body of the equivalent chat completion request. `chat` is the chat without the new message."""
         options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {name: value for name, value in options.items() if value is not None}
         messages = [*self.base(chat).messages(), {"role": "user", "content": self.text_for(chat)}]
@@ -88,7 +93,7 @@ class ConsoleMessage(BaseModel):
 
 
 class AnswerText:
-    """The text of an answer, collected from its job's events."""
+    """An answer's text, collected from the events of its job."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[str]] = {"token": [], "reasoning": []}
@@ -98,7 +103,7 @@ class AnswerText:
             self._parts[event["type"]].append(event["text"])
 
     def turn(self, turn: ChatTurn, status: TurnStatus, note: str, end: Mapping[str, Any]) -> ChatTurn:
-        """Return the turn with this text, after the job has ended."""
+        """Return the turn with the collected text, after the job has ended."""
         usage, timings = end.get("usage") or {}, end.get("timings") or {}
         return turn.model_copy(
             update={
@@ -121,7 +126,7 @@ class AnswerText:
 
 
 async def send(request: Request) -> Response:
-    """Handle `POST /console/chat/{id}/messages`: queue a message's job, and return the turn number."""
+    """Handle `POST /console/chat/{id}/messages`, which queues the message's job and returns the turn number."""
     caller = await console_caller(request)
     parsed = await read_of(request, await charge(request, caller))
     message, chat_id = _message(parsed.body), _chat_id(request)
@@ -140,9 +145,10 @@ async def _submit(
     message: ConsoleMessage,
     before: ConsoleChat,
 ) -> ConsoleChat:
-    """Store the turn, then queue its job, and return the chat. If the job is refused, restore the chat from `before`.
+    """Store the turn, then queue its job, and return the chat.
 
-    The turn is stored first, so that the answer of every running job can be found.
+    If the job is rejected, restore the chat from `before`. The turn is stored first so that every running job's answer
+    can be found.
     """
     key = f"{before.id} {uuid.uuid4().hex}"
     job_id = job_id_of_key(TASK_CHAT, parsed.scope(), key)
@@ -161,7 +167,7 @@ async def _submit(
 
 
 async def stream(request: Request) -> Response:
-    """Handle `GET /console/chat/{id}/stream`: the events of the last answer whose numbers are above `after`."""
+    """Handle `GET /console/chat/{id}/stream`, which streams the last answer's events after the number `after`."""
     gateway, caller = gateway_of(request), await console_caller(request)
     store = ConsoleChatStore(gateway.redis, caller)
     chat = await _find(request, store)
@@ -181,8 +187,8 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the frames of a running answer.
 
-    The journal is read from its start even if the page has shown some events, because the whole text is stored at the
-    end.
+    The journal is read from its start even if the page has already shown some events, because the whole text is stored
+    at the end.
     """
     text, has_started = AnswerText(), False
     try:
@@ -209,7 +215,7 @@ def _news(event: Mapping[str, Any]) -> bytes:
 
 
 def _end(turn: ChatTurn) -> bytes:
-    """Return the last frame of an answer, with its whole text, which replaces the text that the page has shown."""
+    """Return an answer's last frame. It contains the whole text, which replaces the text shown by the page."""
     return frame({"type": "end", **turn_view(turn)})
 
 
@@ -218,7 +224,7 @@ def _error_frame(error: ApiError) -> bytes:
 
 
 async def _wait(gateway: Gateway, turn: ChatTurn, has_started: bool) -> dict[str, Any]:
-    """Return why no text is arriving: the job is waiting for a slot, or for a worker."""
+    """Return the reason why no text is arriving, which is that the job is waiting for a slot or for a worker."""
     text = ""
     with contextlib.suppress(JobError):
         position = await gateway.client.position(turn.job_id)
@@ -233,7 +239,7 @@ async def _wait(gateway: Gateway, turn: ChatTurn, has_started: bool) -> dict[str
 
 
 async def _settle(store: ConsoleChatStore, chat_id: str, turn: ChatTurn) -> ChatTurn:
-    """Store the end of an answer, unless it was already stored or the chat has changed."""
+    """Store the finished answer, unless it was already stored or the chat has changed."""
 
     def change(chat: ConsoleChat) -> ConsoleChat:
         running = chat.running
@@ -244,7 +250,7 @@ async def _settle(store: ConsoleChatStore, chat_id: str, turn: ChatTurn) -> Chat
 
 
 async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
-    """Return a job's turn from its result, because the job's events have expired."""
+    """Return a job's turn, built from the job's result because its events have expired."""
     try:
         result: Any = await gateway.client.job(turn.job_id).result(RESULT_S)
     except UnknownJob:
@@ -258,7 +264,7 @@ async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
 
 
 async def stop(request: Request) -> Response:
-    """Handle `POST /console/chat/{id}/stop`: cancel the running answer. The text generated so far is kept."""
+    """Handle `POST /console/chat/{id}/stop`, which cancels the running answer. The text generated so far is kept."""
     gateway, caller = gateway_of(request), await console_caller(request)
     chat = await _find(request, ConsoleChatStore(gateway.redis, caller))
     if chat.running is not None:
@@ -267,7 +273,7 @@ async def stop(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Handle `POST /console/chat/{id}/delete`: stop the answer, and delete the chat."""
+    """Handle `POST /console/chat/{id}/delete`, which stops the answer and deletes the chat."""
     gateway, caller = gateway_of(request), await console_caller(request)
     store = ConsoleChatStore(gateway.redis, caller)
     chat = await _find(request, store)
@@ -299,7 +305,7 @@ async def show(request: Request) -> Response:
 
 
 def turn_view(turn: ChatTurn) -> dict[str, Any]:
-    """Return a turn as pages show it. Its texts contain no invisible characters."""
+    """Return a turn in the form that pages show. Invisible characters in its texts are replaced by visible symbols."""
     rate = "" if turn.tokens_per_s is None else f", {turn.tokens_per_s:.0f} tokens/s"
     return {
         "job_id": turn.job_id,
@@ -338,7 +344,7 @@ async def _find(request: Request, store: ConsoleChatStore) -> ConsoleChat:
 
 
 def _after(request: Request) -> int:
-    """Return the number of the last event that the page has shown, or -1. Raises ApiError (400)."""
+    """Return the number of the last event shown by the page, or -1. Raises ApiError (400)."""
     text = request.query_params.get("after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,15}", text, re.ASCII):
         raise ApiError(400, f"after is {shorten(text)}; it must be the seq of an event, or -1", param="after")

@@ -1,4 +1,4 @@
-"""Store the console's chats in Redis, under the caller who wrote them."""
+"""Store the console's chats in Redis, grouped by their owner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TurnStatus = Literal["running", "done", "stopped", "failed"]
 
 
 class ChatTurn(BaseModel):
-    """A message of the caller and the model's answer to it. `note` explains why the answer ended early or failed."""
+    """The caller's message and the model's answer. `note` explains why the answer ended early or failed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,17 +54,17 @@ class ConsoleChat(BaseModel):
 
     @property
     def title(self) -> str:
-        """The beginning of the first message, in one line."""
+        """The beginning of the first message, on one line."""
         words = " ".join(self.turns[0].text.split()) if self.turns else ""
         return words if len(words) <= TITLE_CHARS else f"{words[: TITLE_CHARS - 1]}…"
 
     @property
     def running(self) -> ChatTurn | None:
-        """The turn whose answer is not complete."""
+        """The turn whose answer is not complete, if there is one."""
         return self.turns[-1] if self.turns and self.turns[-1].status == "running" else None
 
     def messages(self) -> Iterator[dict[str, str]]:
-        """Yield the messages for the model. Turns without an answer are left out."""
+        """Yield the messages for the model. Turns without an answer are omitted."""
         if self.system:
             yield {"role": "system", "content": self.system}
         for turn in self.turns:
@@ -73,7 +73,7 @@ class ConsoleChat(BaseModel):
                 yield {"role": "assistant", "content": turn.answer}
 
     def with_turn(self, turn: ChatTurn) -> ConsoleChat:
-        """Return the chat with another turn added. Raises ApiError (413) if the chat becomes too large."""
+        """Return the chat with a turn added. Raises ApiError (413) if the chat becomes too large."""
         chat = self.model_copy(update={"turns": (*self.turns, turn), "model": turn.model})
         if (num_bytes := len(chat.model_dump_json().encode())) > MAX_CHAT_BYTES:
             message = f"the chat would have {num_bytes} bytes, and the limit is {MAX_CHAT_BYTES}; start a new chat"
@@ -99,7 +99,7 @@ class ChatEntry(BaseModel):
 class ConsoleChatStore:
     """Stores the chats of one caller. Methods raise RedisUnreachable and RedisRefused.
 
-    Keys of the same tenant have separate chats, because a key belongs to a person or a program.
+    Keys of the same tenant have separate chats because each key belongs to one person or program.
     """
 
     def __init__(self, redis: Redis, caller: Caller) -> None:
@@ -127,7 +127,7 @@ class ConsoleChatStore:
         return None if found is None else ConsoleChat.model_validate_json(found)
 
     async def update(self, chat_id: str, change: Callable[[ConsoleChat], ConsoleChat]) -> ConsoleChat:
-        """Replace a chat with the result of `change`, which receives an empty chat if none exists.
+        """Replace a chat with the result of `change`, which receives an empty chat if the chat does not exist.
 
         `change` is called again if another process writes the chat at the same time, and may raise an error.
         """

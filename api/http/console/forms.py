@@ -1,4 +1,4 @@
-"""Read the forms that pages of the console send."""
+"""Read the forms sent by the console's pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_FIELDS = 200
 
 
 async def form_of(request: Request, max_bytes: int = MAX_FORM_BYTES) -> dict[str, str]:
-    """Return the fields of a form with the type `application/x-www-form-urlencoded`. Raises ApiError: 400 or 413."""
+    """Return the fields of a form with the type `application/x-www-form-urlencoded`. Raises ApiError (400 or 413)."""
     body = b""
     async for part in request.stream():
         body += part
@@ -22,5 +22,5 @@ async def form_of(request: Request, max_bytes: int = MAX_FORM_BYTES) -> dict[str
     try:
         pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError as error:
-        raise ApiError(400, f"the form can't be read: {error}; send it with the button of its page") from None
+        raise ApiError(400, f"the form can't be read: {error}; send it with the page's button") from None
     return {name: text.strip() for name, text in pairs}

@@ -1,4 +1,4 @@
-"""The list of jobs with its filters, and a job's page with its timeline and live output."""
+"""The job list with its filters, and the page of a job with its timeline and live output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KIND_NAMES = tuple(sorted(task.removeprefix("cellama.") for task in KINDS))
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """A point in a job's life. `at` is in Unix seconds. `state` colours the entry."""
+    """An entry in a job's timeline. `at` is in Unix seconds. `state` determines the entry's colour."""
 
     at: float
     title: str
@@ -95,13 +95,13 @@ async def _list(request: Request, caller: Caller) -> dict[str, Any]:
 
 
 def _row(job: FoundJob, now: float) -> dict[str, Any]:
-    """Return a job with the ages that its row shows. `now` is in Unix seconds, by Redis' clock."""
+    """Return a job with the ages shown in its table row. `now` is the Redis clock's time in Unix seconds."""
     since = None if not job.changed_at else age_text(now - job.changed_at)
     return {"job": job, "submitted": age_text(now - job.submitted_at), "since": since}
 
 
 async def _found(gateway: Gateway, wanted: JobFilter, after: str) -> FoundJobs:
-    """Find the jobs. Raises ApiError (400) for an invalid position."""
+    """Find the jobs that match the filters. Raises ApiError (400) for an invalid position."""
     try:
         return await find_jobs(gateway.redis, wanted, PAGE_JOBS, after)
     except InvalidJob as error:
@@ -123,7 +123,7 @@ async def job_details(request: Request) -> Response:
 
 
 async def _requested(request: Request) -> tuple[Gateway, JobRecord]:
-    """Return the gateway, and the job that the path names. Raises ApiError (404) unless the visitor may see it."""
+    """Return the gateway and the job in the path. Raises ApiError (404) unless the visitor may see the job."""
     caller, gateway = await console_caller(request), gateway_of(request)
     job_id = request.path_params["job_id"]
     with reaching_redis():
@@ -166,7 +166,7 @@ def shown_json(value: Any) -> str:
 
 
 def timeline_of(record: JobRecord, position: Position | None) -> list[TimelineEntry]:
-    """Return what has happened to a job, in chronological order."""
+    """Return the entries of a job's timeline in chronological order."""
     end: Mapping[str, Any] = record.end or {}
     timings: Mapping[str, Any] = end.get("timings") or {}
     entries = [TimelineEntry(record.submitted_at, "Submitted", f"to the queue of {record.model}")]
@@ -206,7 +206,7 @@ def _wait_text(position: Position) -> tuple[str, str]:
 
 
 def cache_text(usage: Mapping[str, Any] | None) -> str:
-    """Return how much of the prompt was in the cache, or "" if this is unknown."""
+    """Return how much of the prompt was in the cache, or "" if the amount is unknown."""
     if not usage or not usage.get("prompt_tokens"):
         return ""
     prompt, cached, tier = usage["prompt_tokens"], usage.get("cached_tokens", 0), usage.get("cache_tier")
@@ -217,12 +217,12 @@ def cache_text(usage: Mapping[str, Any] | None) -> str:
 
 
 def _end_at(record: JobRecord, timings: Mapping[str, Any]) -> float:
-    """Return when a job that is no longer listed ended, according to its timings."""
+    """Return the end time of a job that is no longer listed, based on the job's timings."""
     return record.submitted_at + (timings.get("duration_ms") or 0) / 1000
 
 
 def _end_text(record: JobRecord) -> tuple[str, str, str]:
-    """Return the title, detail and state of the timeline's last entry."""
+    """Return the title, detail and state of the last timeline entry."""
     end = record.end or {}
     if end.get("type") == "error":
         return "Failed", f"{end['message']} ({end['code']})", "failed"
@@ -243,8 +243,8 @@ def _end_text(record: JobRecord) -> tuple[str, str, str]:
 async def events(request: Request) -> Response:
     """Handle `GET /console/jobs/{id}/events`, which streams the events after `?after=` to an EventSource.
 
-    A browser that reconnects sends `Last-Event-ID`. After the last event, the response is 204, which makes the
-    browser stop.
+    A reconnecting browser sends `Last-Event-ID`. After the last event, the response is 204, which stops the browser
+    from reconnecting.
     """
     gateway, record = await _requested(request)
     after = _after(request.headers.get("last-event-id") or request.query_params.get("after") or "-1")
@@ -273,7 +273,7 @@ async def _frames(gateway: Gateway, job_id: str, after: int, ping_s: float) -> A
 
 
 def frame_of(event: Event) -> bytes:
-    """Return an event's frame with the fields that the page shows. The frame's id is the event's seq."""
+    """Return an event's frame with the fields shown by the page. The frame's id is the event's seq."""
     fields: Mapping[str, Any] = event
     shown = {name: fields[name] for name in SHOWN_FIELDS if name in fields} | {"is_last": is_terminal(event)}
     if "text" in shown:
@@ -287,7 +287,7 @@ def _error_frame(error: ApiError) -> bytes:
 
 
 async def cancel(request: Request) -> Response:
-    """Handle `POST /console/jobs/{id}/cancel`, which returns to the job's page."""
+    """Handle `POST /console/jobs/{id}/cancel`, which cancels the job and redirects to its page."""
     gateway, record = await _requested(request)
     caller: Caller = request.state.console_caller
     if record.is_open:

@@ -1,4 +1,4 @@
-"""Manage API keys, and show tenants. Only administrators see this page."""
+"""Manage API keys and show tenants. Only administrators see this page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LISTS = ("models", "adapters")
 
 @dataclass(frozen=True, slots=True)
 class ConsoleTenant:
-    """A tenant with its keys and its current work. For jobs and runs without a tenant, the name is ""."""
+    """A tenant with its keys and its current jobs and runs. The name "" stands for jobs and runs without a tenant."""
 
     name: str
     num_active_keys: int
@@ -84,7 +84,7 @@ async def revoke(request: Request) -> Response:
 
 
 async def _admin(request: Request) -> str:
-    """Return the id of the administrator's key. Raises ApiError (403)."""
+    """Return the id of the administrator's key. Raises ApiError (403) if the visitor is not an administrator."""
     caller = await console_caller(request)
     require_admin(caller)
     return caller.key_id or "this machine"
@@ -127,7 +127,7 @@ def _store(gateway: Gateway) -> KeyStore:
 
 
 def _fields(form: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields for a key's entry. Empty form fields get their defaults. Raises InvalidKeyField."""
+    """Return the fields of a key's entry. Empty form fields are set to their defaults. Raises InvalidKeyField."""
     fields: dict[str, Any] = {
         "tenant": form.get("tenant", ""),
         "name": form.get("name", ""),

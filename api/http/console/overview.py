@@ -1,4 +1,4 @@
-"""The first page of the console: queues, models, workers and Redis."""
+"""The console's first page, which shows queues, models, workers and Redis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ async def figures(request: Request) -> Response:
 
 
 async def _context(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """Return what the visitor may see, as text. Only administrators see figures for jobs, workers and Redis."""
+    """Return the data that the visitor may see, as text.
+
+    Only administrators see figures for jobs, workers and Redis.
+    """
     stats, workers = await gateway.stats(), await gateway.workers()
     return {
         "models": _models(stats, workers, caller),
@@ -61,7 +64,7 @@ def _totals(stats: Stats) -> dict[str, str]:
 
 
 def _models(stats: Stats, workers: Sequence[WorkerEntry], caller: Caller) -> list[dict[str, Any]]:
-    """Return a row for each model that the visitor may use, with models without a worker first."""
+    """Return a row for each model that the visitor may use. Models without a worker come first."""
     rows = []
     for model_id, classes in stats["classes"].items():
         if not caller.may_use_model(model_id):
@@ -115,7 +118,7 @@ def _slots(entries: Sequence[WorkerModel]) -> tuple[int, int] | None:
 
 
 def _rate(entries: Sequence[WorkerModel]) -> float | None:
-    """Return generated tokens per second, or prefilled tokens per second for a model that only embeds or reranks."""
+    """Return generated tokens per second, or prefilled tokens per second if the model only embeds or reranks."""
     engines = [entry["engine"] for entry in entries if entry["engine"] is not None]
     if engines:
         return sum(engine["generation_rate"] for engine in engines)
@@ -124,7 +127,7 @@ def _rate(entries: Sequence[WorkerModel]) -> float | None:
 
 
 def _errors(workers: Sequence[WorkerEntry], model_id: str) -> list[str]:
-    """Return why workers that must have the model can't load it, or one of its adapters."""
+    """Return the errors of workers that should serve the model but can't load the model or one of its adapters."""
     return [
         f"{worker.name}: {thing['why']['message']}"
         for worker in workers
@@ -150,7 +153,7 @@ def _worker(worker: WorkerEntry) -> dict[str, Any]:
 
 
 async def _redis(gateway: Gateway) -> dict[str, Any] | None:
-    """Return the state of Redis, or None if its user may not run INFO. Raises RedisUnreachable."""
+    """Return the state of Redis, or None if cellama's Redis user may not run INFO. Raises RedisUnreachable."""
     try:
         with reaching_redis():
             facts: Any = await gateway.redis.info()

@@ -1,4 +1,4 @@
-"""Render the console's pages from templates. Everything that a template inserts is escaped."""
+"""Render the console's pages from templates. All values inserted by a template are escaped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NAVIGATION = (
 def page(
     request: Request, template: str, *, status: int = 200, headers: Mapping[str, str] | None = None, **context: Any
 ) -> Response:
-    """Render a page or a fragment of a page for the visitor that `console_caller` has found, if it was called."""
+    """Render a page or page fragment for the visitor found by `console_caller`, if it was called."""
     caller = getattr(request.state, "console_caller", None)
     base = base_of(request)
     sections = [one for one in NAVIGATION if caller is not None and (is_admin(caller) or not one.admins_only)]
@@ -77,10 +77,10 @@ def page(
 
 
 def fragment(request: Request, template: str, **context: Any) -> Response:
-    """Render a part of a page that the browser requests repeatedly, or return 304 if it shows the same as before.
+    """Render a page fragment that the browser requests repeatedly, or return 304 if the fragment has not changed.
 
     The ETag is a digest of the context, so an unchanged fragment isn't rendered. Therefore, the context must contain
-    what is shown, such as "3 min ago", instead of numbers that always change.
+    displayed texts, such as "3 min ago", instead of numbers that always change.
     """
     shown = repr((template, base_of(request), is_admin(request.state.console_caller), context))
     etag = f'"{hashlib.blake2b(shown.encode(), digest_size=16).hexdigest()}"'
@@ -95,13 +95,13 @@ def _is_current(request: Request, path: str) -> bool:
 
 
 def is_console_page(request: Request) -> bool:
-    """Return whether a browser requests a page of the console, so that errors should be pages as well."""
+    """Return whether a browser is requesting a console page, in which case errors should also be pages."""
     base, path = base_of(request), request.url.path
     return (path == base or path.startswith(f"{base}/")) and "text/html" in request.headers.get("accept", "")
 
 
 def error_page(request: Request, error: ApiError) -> Response:
-    """Return the page that shows an error."""
+    """Return an error page."""
     title = HTTPStatus(error.status).phrase if error.status in set(HTTPStatus) else "Error"
     return page(
         request, "error.html", status=error.status, headers=error.headers, title=title, message=_sentence(error.message)
@@ -136,12 +136,12 @@ def _environment() -> Environment:
 
 @functools.cache
 def _version_of(name: str) -> str:
-    """Return a checksum of a static file, so that browsers load it again after an upgrade."""
+    """Return a static file's checksum, which makes browsers load the file again after an upgrade."""
     return f"{zlib.crc32((STATIC / name).read_bytes()):08x}"
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a duration for people: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min", "4 d 2 h", or "–" for None."""
+    """Format a duration for people, such as "0.4 s", "12 s", "3 min 20 s" or "4 d 2 h", or return "–" for None."""
     if seconds is None:
         return "–"
     if seconds < 10:
@@ -157,7 +157,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return an age in one unit, so that it rarely changes: "12 s ago", "3 min ago", "2 h ago" or "4 d ago"."""
+    """Format an age in a single unit so that the text rarely changes, such as "12 s ago", "3 min ago" or "4 d ago"."""
     for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit_s:
             return f"{seconds // unit_s:.0f} {unit} ago"
@@ -165,17 +165,17 @@ def age_text(seconds: float) -> str:
 
 
 def precise_text(seconds: float) -> str:
-    """Return a duration as `duration_text` does, or in milliseconds if it is shorter than a second."""
+    """Format a duration as `duration_text` does, or in milliseconds if it is shorter than a second."""
     return f"{max(0.0, seconds) * 1000:.0f} ms" if seconds < 1 else duration_text(seconds)
 
 
 def count_text(number: float | None) -> str:
-    """Return a number with a narrow space between thousands, or "–" for None."""
+    """Format a number with narrow spaces as thousands separators, or return "–" for None."""
     return "–" if number is None else f"{number:,.0f}".replace(",", "\u202f")
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Return a size for people, such as "512 B", "1.5 MiB" or "20 GiB"."""
+    """Format a size for people, such as "512 B", "1.5 MiB" or "20 GiB"."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -185,10 +185,10 @@ def bytes_text(num_bytes: int) -> str:
 
 
 def utc_text(at: float | None) -> str:
-    """Return a time (Unix seconds) as "2026-01-31 12:00:00 UTC", or "–" for None."""
+    """Format a time in Unix seconds as "2026-01-31 12:00:00 UTC", or return "–" for None."""
     return "–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def iso_text(at: float) -> str:
-    """Return a time (Unix seconds) in the format of the `datetime` attribute."""
+    """Format a time in Unix seconds for HTML's `datetime` attribute."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""Show bulk runs: start a batch with an uploaded file, watch it, download its files, and cancel it."""
+"""Start batches from uploaded files, show the progress of bulk runs, download their files, and cancel them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def list_(request: Request) -> Response:
 
 
 async def _list_page(request: Request, caller: Caller, problem: str = "", status: int = 200) -> Response:
-    """Return the list of the caller's runs, with an upload's problem."""
+    """Return the page with the caller's runs, and with the problem of a rejected upload."""
     runner, query = runner_of(request), PageQuery.of(request.query_params, RUNS_PER_PAGE, RUNS_PER_PAGE)
     found = await runner.batches.records.page(caller, query)
     runs = [await _run_view(runner, record) for record in found[:RUNS_PER_PAGE]]
@@ -82,7 +82,7 @@ async def _list_page(request: Request, caller: Caller, problem: str = "", status
 
 
 async def _runs_of_others(runner: BatchRunner, caller: Caller) -> list[dict[str, Any]]:
-    """Return the open runs of other tenants, oldest first, for an administrator."""
+    """Return other tenants' open runs, oldest first, for administrators."""
     ids = [batch_id for batch_id, tenant, _ in await runner.batches.open_batches() if tenant != caller.tenant]
     return [await _run_view(runner, record) for record in await runner.batches.records.read_all(ids[:RUNS_PER_PAGE])]
 
@@ -99,9 +99,9 @@ async def _command_runs(request: Request) -> list[dict[str, Any]]:
 
 
 async def create(request: Request) -> Response:
-    """Handle `POST /console/runs`: store the form's file, and start a batch with it.
+    """Handle `POST /console/runs`, which stores the form's file and starts a batch with it.
 
-    The page's script receives JSON. Without the script, the browser receives a page.
+    The page's script receives JSON. If the browser sends the form without the script, it receives a page.
     """
     caller, has_script = await console_caller(request), "x-console-upload" in request.headers
     try:
@@ -133,14 +133,14 @@ async def _create(request: Request, caller: Caller) -> Record:
 
 
 def _convert(form: UploadForm, max_line_bytes: int) -> None:
-    """Replace a form's table with its requests. Raises ApiError (400 or 413) and OSError."""
+    """Replace an uploaded table with the requests for its rows. Raises ApiError (400 or 413) and OSError."""
     name, target = form.name or "", form.path.with_name("requests.jsonl")
     write_requests(form.path, name, TableRun.of(form.fields), target, max_line_bytes)
     form.path, form.name = target, f"{Path(name).stem}.jsonl"
 
 
 def endpoint_of(path: Path) -> str:
-    """Return the endpoint that a file's first request names. Raises ApiError (400) and OSError."""
+    """Return the endpoint in the file's first request. Raises ApiError (400) and OSError."""
     with path.open("rb") as file:
         line = next((line for line in iter(lambda: file.readline(MAX_FIRST_LINE_BYTES), b"") if line.strip()), b"")
     try:
@@ -149,7 +149,7 @@ def endpoint_of(path: Path) -> str:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ApiError(
             400,
-            f"file: its first line starts with {shorten(line[:40].decode(errors='replace'))}, which is not a request; "
+            f"file: the first line starts with {shorten(line[:40].decode(errors='replace'))}, which is not a request; "
             "send a .csv, .tsv or .txt file, or JSON lines with custom_id, method, url and body",
             param="file",
         ) from None
@@ -166,7 +166,7 @@ async def show(request: Request) -> Response:
 
 
 async def progress(request: Request) -> Response:
-    """Handle `GET /console/runs/{id}/progress`: the part of the page that changes."""
+    """Handle `GET /console/runs/{id}/progress`, the part of the page that changes."""
     return await _run_page(request, "run_progress.html")
 
 
@@ -216,7 +216,7 @@ async def _find(request: Request) -> Record:
 
 
 async def _run_view(runner: BatchRunner, record: Record) -> dict[str, Any]:
-    """Return a batch as pages show it: OpenAI's members, the file's name, and the estimated remaining time."""
+    """Return a batch for display, with OpenAI's members, the file's name, and the estimated remaining time."""
     view = await runner.batches.view(record)
     counts, started_at = view["request_counts"], view["in_progress_at"]
     num_ended, is_open = counts["completed"] + counts["failed"], view["status"] in OPEN
@@ -241,13 +241,13 @@ async def _run_view(runner: BatchRunner, record: Record) -> dict[str, Any]:
 
 
 async def _file_name(runner: BatchRunner, record: Mapping[str, Any]) -> str:
-    """Return the name of a batch's input file, or the id of the batch if the file has expired."""
+    """Return the name of a batch's input file, or the batch's id if the file has expired."""
     file = await runner.files.records.read(record["input_file_id"])
     return str(record["id"] if file is None else file["filename"])
 
 
 async def _failures(runner: BatchRunner, file_id: str) -> list[dict[str, str]]:
-    """Return the first failed requests of a run: their ids, codes and messages."""
+    """Return the ids, codes and messages of a run's first failed requests."""
     blocks = await runner.files.blocks(file_id)
 
     def read() -> bytes:

@@ -1,7 +1,7 @@
-"""Identify the console's visitor: by a session that a sign-in has started, or as this machine without keys.
+"""Identify the console's visitor by a sign-in session, or as this machine while no API key exists.
 
 A session is a random token in a cookie. Redis stores the token's digest with the API key's id and digest, so neither
-Redis nor the browser stores the key. Each request checks that the key is still active.
+Redis nor the browser stores the key. On each request, the gateway checks that the key is still active.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SignInRequired(Exception):
 
 
 async def console_caller(request: Request) -> Caller:
-    """Return the visitor. Raises SignInRequired, and ApiError: 403 for requests from other sites, or 503."""
+    """Return the visitor. Raises SignInRequired, or ApiError (403 for requests from other sites, or 503)."""
     gateway = gateway_of(request)
     check_load(gateway)
     check_same_origin(request)
@@ -50,7 +50,7 @@ async def console_caller(request: Request) -> Caller:
 
 
 def is_admin(caller: Caller) -> bool:
-    """Return whether the visitor may see all tenants, and manage keys."""
+    """Return whether the visitor may see all tenants and manage keys."""
     if isinstance(caller, KeyCaller):
         return caller.entry is not None and caller.entry.admin
     return caller.key_id is None and caller.tenant is None  # no key exists, so this machine owns everything
@@ -67,20 +67,21 @@ def require_admin(caller: Caller) -> None:
 
 
 def visible_tenant(caller: Caller) -> str | None:
-    """Return the only tenant whose jobs and runs the visitor may see, or None for all tenants."""
+    """Return the tenant whose jobs and runs the visitor may see, or None if the visitor may see all tenants."""
     return None if is_admin(caller) else caller.tenant or ""
 
 
 def base_of(request: Request) -> str:
-    """Return the console's path, which includes the path at which another app mounts the gateway."""
+    """Return the console's path, including the path at which another app mounts the gateway."""
     return f"{request.scope.get('root_path', '')}/console"
 
 
 def check_same_origin(request: Request) -> None:
-    """Raise ApiError (403) for a request sent by a page of another site.
+    """Raise ApiError (403) for a request sent by another site's page.
 
     Such a page may only link to the console. Browsers send `Sec-Fetch-Site` over https and on loopback, and `Origin`
-    with every request that can change something, so a request that has neither is rejected if it changes something.
+    with every request that can change data. A request that can change data is therefore rejected if it has neither
+    header.
     """
     headers = request.headers
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
@@ -95,7 +96,7 @@ def check_same_origin(request: Request) -> None:
     if not is_own:
         raise ApiError(
             403,
-            "the console accepts only requests of its own pages; reload the page, and send the form again",
+            "the console accepts only requests from its own pages; reload the page, and send the form again",
             code="origin_not_allowed",
         )
 
@@ -116,7 +117,7 @@ class ConsoleSessions:
         return token
 
     async def find(self, token: str) -> tuple[str, str] | None:
-        """Return the id and digest of a session's key, or None if the session has ended. Raises RedisUnreachable."""
+        """Return the id and digest of the session's key, or None if the session has ended. Raises RedisUnreachable."""
         with reaching_redis():
             found = await self.redis.get(_key_of(token))
         if found is None:
@@ -135,7 +136,7 @@ def _key_of(token: str) -> str:
 
 
 async def _session_caller(request: Request, gateway: Gateway) -> Caller | None:
-    """Return the owner of the key with which the visitor signed in, or None without a valid session."""
+    """Return the owner of the key that the visitor used to sign in, or None if there is no valid session."""
     token = request.cookies.get(COOKIE)
     if not token or not isinstance(gateway.access, KeyAccess):
         return None
@@ -144,7 +145,7 @@ async def _session_caller(request: Request, gateway: Gateway) -> Caller | None:
 
 
 def sign_in_response(request: Request, _: Exception) -> Response:
-    """Return the response to a visitor who must sign in: the form for a page, and an error for other requests."""
+    """Return the response for a visitor who must sign in: the sign-in form for page requests, otherwise an error."""
     base = base_of(request)
     form = f"{base}/sign-in"
     if "hx-request" in request.headers:

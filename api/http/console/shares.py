@@ -1,4 +1,4 @@
-"""The page of the console that shows how tenants share the workers. Only administrators see it."""
+"""The console page that shows how tenants share the workers. Only administrators see it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ MAX_NEXT_CHARS = 2000  # of the path to which a sign-in returns
 
 
 async def show(request: Request) -> Response:
-    """Handle `GET /console/sign-in`. A visitor who has signed in, or who needs no key, gets the requested page."""
+    """Handle `GET /console/sign-in`.
+
+    A visitor who has signed in, or who doesn't need a key, is redirected to the requested page.
+    """
     target = _target(request, request.query_params.get("next"))
     try:
         await console_caller(request)
@@ -79,12 +82,15 @@ async def _end_session(request: Request) -> None:
 
 
 def _host(request: Request) -> dict[str, str]:
-    """Return the headers by which the gateway recognises requests from this machine."""
+    """Return the headers that let the gateway recognise requests from this machine."""
     return {name: text for name, text in request.headers.items() if name not in ("authorization", "x-api-key")}
 
 
 def _target(request: Request, path: str | None) -> str:
-    """Return the path of a page of this console. Other paths are replaced, so that a sign-in never leaves it."""
+    """Return the path if it belongs to a console page, otherwise the console's path.
+
+    A sign-in can't redirect elsewhere.
+    """
     base = base_of(request)
     is_own = path is not None and (path == base or path.startswith((f"{base}/", f"{base}?"))) and ".." not in path
     return path if path and is_own and len(path) <= MAX_NEXT_CHARS and path.isprintable() else base

@@ -1,4 +1,4 @@
-"""Write the rows of an uploaded table or text as batch requests."""
+"""Convert the rows of an uploaded table or text file into batch requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # endpoint → fie
 
 
 class TableRun(BaseModel):
-    """The form fields that describe a table's requests. Empty fields are left out."""
+    """The form fields that describe the requests for a table's rows. Empty fields are omitted."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -72,15 +72,15 @@ class TableRun(BaseModel):
 
 
 def is_table(name: str) -> bool:
-    """Return whether a file name denotes a table or a text, instead of JSON lines."""
+    """Return whether the file name is that of a table or text file, instead of JSON lines."""
     return compression_of(Path(name)) == "" and format_of(Path(name), "auto") in ("csv", "tsv", "text")
 
 
 def write_requests(table: Path, name: str, run: TableRun, target: Path, max_line_bytes: int) -> None:
-    """Write one request per row of a table. `name` is the name that the table had before the upload.
+    """Write one request per table row.
 
-    A row's id is in the column `custom_id` or `id`, or it is the row number. Raises ApiError (400 or 413),
-    and OSError.
+    `name` is the table's file name before the upload. A row's id is the value of the column `custom_id` or `id`, or the
+    row number if the table has neither column. Raises ApiError (400 or 413), and OSError.
     """
     if table.stat().st_size > MAX_TABLE_BYTES:
         raise ApiError(
@@ -100,13 +100,15 @@ def write_requests(table: Path, name: str, run: TableRun, target: Path, max_line
                 request = {"custom_id": str(custom_id), "method": "POST", "url": run.endpoint}
                 requests.write(json.dumps({**request, "body": run.body(template.render(row.values))}) + "\n")
             if template is None:
-                raise ApiError(400, "file: it has no rows; check that it is the right file", param="file")
+                raise ApiError(400, "file: the table has no rows; check that it is the right file", param="file")
     except InvalidJob as error:
         raise ApiError(400, f"file: {error}", param="file") from None
 
 
 def _template_of(run: TableRun, columns: list[str]) -> RowTemplate:
-    """Return the template for rows with these columns. Without a template, the text is the only column besides the id.
+    """Return the template for rows with these columns.
+
+    If no template is given, insert the only column other than the id.
 
     Raises ApiError (400), and InvalidJob if the template can't be parsed.
     """
@@ -115,7 +117,7 @@ def _template_of(run: TableRun, columns: list[str]) -> RowTemplate:
         listed = ", ".join(f"{{{column}}}" for column in columns)
         raise ApiError(
             400,
-            f"template is empty; write the text of a request with the columns of the file: {listed}",
+            f"template is empty; write the request text, using the file's columns: {listed}",
             param="template",
         )
     template = RowTemplate(run.template or f"{{{others[0]}}}")

@@ -1,7 +1,7 @@
-"""Make characters visible that could hide or reorder text, so that hostile text from a model can't imitate the page.
+"""Make characters that could hide or reorder text visible, so that hostile model output can't imitate the page.
 
-HTML itself is escaped by the templates and by `textContent`. Control characters and directional overrides are valid
-text in HTML, so escaping does not stop them.
+The templates and `textContent` escape HTML itself. Control characters and directional overrides are valid text in HTML,
+so escaping does not affect them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _TABLE: dict[int, int | str] = {**_PICTURES, 0x7F: 0x2421, **_NAMED}
 
 
 def visible(text: str) -> str:
-    """Return the text with each control character and each change of direction as a visible symbol.
+    """Return the text with each control character and directional override replaced by a visible symbol.
 
-    Newlines and tabs stay. Text in right-to-left scripts is displayed correctly without such characters.
+    Newlines and tabs are kept. Text in right-to-left scripts is displayed correctly without such characters.
     """
     return text.replace("\r\n", "\n").translate(_TABLE)

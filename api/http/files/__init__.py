@@ -1,6 +1,6 @@
 """The gateway's files, which clients upload and batches read and write (docs/adr/019-batches.md).
 
-This package may use the modules of the gateway that all endpoints use. The package `batches` uses this package.
+This package may import the gateway modules shared by all endpoints. The `batches` package imports this package.
 """
 
 from .endpoints import ROUTES

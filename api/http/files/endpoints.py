@@ -77,7 +77,10 @@ async def delete(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedUpload:
-    """A file that was received within its tenant's limits, and is deleted unless it is stored."""
+    """A received file that is within its tenant's limits.
+
+    It is deleted at the end of the request unless it is stored.
+    """
 
     form: UploadForm
     _files: FileService
@@ -92,7 +95,7 @@ class ReceivedUpload:
 
 @contextlib.asynccontextmanager
 async def receive_upload(request: Request, caller: Caller) -> AsyncIterator[ReceivedUpload]:
-    """Receive a request's form with its file. Raises ApiError or ClientDisconnect."""
+    """Receive a request's form and the file in it. Raises ApiError or ClientDisconnect."""
     files, settings = _files(request), gateway_of(request).settings
     quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
     min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # size of the file at least, without other fields
@@ -112,7 +115,7 @@ def _files(request: Request) -> FileService:
 
 
 def _checked_life(form: UploadForm) -> int:
-    """Check a form's fields. Return the file's lifetime in seconds. Raises ApiError."""
+    """Check a form's fields, and return the file's lifetime in seconds. Raises ApiError."""
     fields = form.fields
     for name in fields:
         if name not in FILE_FIELDS:

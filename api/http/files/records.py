@@ -38,18 +38,18 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-[a-z]+)?")  # other ids could be 
 
 @dataclass(frozen=True, slots=True)
 class FileQuota:
-    """The limits on a tenant's files, including the output files of batches."""
+    """The limits on a tenant's files, which include the output files of batches."""
 
     max_files: int
     max_bytes: int
 
     def check(self, num_files: int, num_bytes: int) -> None:
-        """Raise ApiError (429) if the tenant would exceed its limits with this number of files and bytes."""
+        """Raise ApiError (429) if this number of files and bytes exceeds the tenant's limits."""
         if num_files <= self.max_files and num_bytes <= self.max_bytes:
             return
         raise ApiError(
             429,
-            f"the tenant would have {num_files} files of {num_bytes} bytes, and the limits are {self.max_files} "
+            f"the tenant would have {num_files} files with {num_bytes} bytes, and the limits are {self.max_files} "
             f"(gateway_tenant_files) and {self.max_bytes} (gateway_tenant_file_bytes); delete some files",
             code="file_quota_exceeded",
             headers={"x-should-retry": "false"},
@@ -57,7 +57,7 @@ class FileQuota:
 
 
 class RecordStore:
-    """Stores the records of all files or of all batches. Methods raise RedisUnreachable and RedisRefused."""
+    """Stores the records of either all files or all batches. Methods raise RedisUnreachable and RedisRefused."""
 
     def __init__(self, redis: Redis, kind: Kind) -> None:
         self._redis = redis
@@ -68,14 +68,15 @@ class RecordStore:
         self._advance = redis.register_script(lua_source(__package__, "advance"))
 
     async def now(self) -> float:
-        """Return the time from Redis' clock in Unix seconds. All gateways use this clock."""
+        """Return the Redis clock's time in Unix seconds. All gateways use this clock."""
         with reaching_redis():
             return seconds_of(await self._redis.time())
 
     async def usage(self, caller: Caller) -> tuple[int, int]:
         """Return the number of files that belong to the caller's tenant, and their total size in bytes.
 
-        Both are counted from the records on each call, so they are exact even after a gateway died while adding a file.
+        Both numbers are computed from the records on each call, so they are exact even after a gateway died while
+        adding a file.
         """
         arguments = [http_record_key(self._kind, ""), ""]
         with reaching_redis():
@@ -125,7 +126,7 @@ class RecordStore:
         lease_token: str | None = None,
         announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Change fields and announce an event in the same step, if the status is one of `expected`.
+        """Change fields and announce an event in one step if the status is one of `expected`.
 
         With a `lease_token`, the lease named after the record must also have this token. Return whether the
         record was changed, and its status afterwards (or "" if it does not exist).
@@ -151,7 +152,7 @@ class RecordStore:
     async def page(
         self, caller: Caller, query: PageQuery, fits: Callable[[Record], bool] = lambda record: True
     ) -> list[Record]:
-        """Return a page of the records that make `fits` true, and one more record if there is a next page.
+        """Return a page of the records for which `fits` returns True, and one more record if there is a next page.
 
         Raises ApiError (404) if the page starts after an id that is not in the list.
         """

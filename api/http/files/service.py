@@ -1,4 +1,4 @@
-"""Manage the files of all tenants: their records, contents and expiry."""
+"""Manage the records, contents and expiry of all tenants' files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MAX_SWEPT = 500  # files per minute, which take some seconds in a slow store
 
 
 def life_of(value: Any, param: str) -> int:
-    """Return the seconds of `{"anchor": "created_at", "seconds": 3600}`, or the default for None. Raises ApiError."""
+    """Return the seconds in `{"anchor": "created_at", "seconds": 3600}`, or the default for None. Raises ApiError."""
     if value is None:
         return DEFAULT_LIFE_S
     if not isinstance(value, dict) or value.keys() - {"anchor", "seconds"}:
-        raise ApiError(400, f"{param} is {shorten(value)}; it must have anchor and seconds", param=param)
+        raise ApiError(400, f"{param} is {shorten(value)}; it must contain anchor and seconds", param=param)
     anchor, seconds = value.get("anchor"), value.get("seconds")
     if anchor != "created_at":
         raise ApiError(400, f"{param}.anchor is {shorten(anchor)}; it must be created_at", param=param)
@@ -59,15 +59,15 @@ class FileService:
         return self.known_store_id
 
     async def read_store_id(self) -> str | None:
-        """Read the store's id again. Return None while the store is empty. Raises OSError."""
+        """Read the store's id again. Return None if the store is empty. Raises OSError."""
         self.known_store_id = await in_thread(FILES, read_store_id, self.store)
         return self.known_store_id
 
     @contextlib.asynccontextmanager
     async def count_upload(self, caller: Caller, num_bytes: int, quota: FileQuota) -> AsyncIterator[None]:
-        """Count an upload of at least `num_bytes` against the quota while this gateway is receiving it.
+        """Count an upload of at least `num_bytes` bytes against the quota while this gateway is receiving it.
 
-        Other uploads in progress count too. Raises ApiError (429).
+        Other uploads in progress also count. Raises ApiError (429).
         """
         incoming = self._incoming.setdefault(caller.tenant, [])
         incoming.append(num_bytes)
@@ -91,10 +91,10 @@ class FileService:
         file_id: str | None = None,
         quota: FileQuota | None = None,
     ) -> Record:
-        """Store a copy of a local file under a new id, or replace the file that has the given id.
+        """Store a copy of a local file under a new id, or replace the file with the given id.
 
-        The contents are stored before the record, so every record has contents. Raises OSError, and ApiError
-        (429) if the quota is exceeded. The quota is only checked for new ids.
+        The contents are stored before the record, so every record has contents. Raises OSError, and ApiError (429) if
+        the quota is exceeded. The quota is checked only for new ids.
         """
         file_id = file_id or f"file-{uuid.uuid4().hex}"
         now = await self.records.now()
@@ -124,9 +124,10 @@ class FileService:
         return record
 
     async def blocks(self, file_id: str) -> Iterator[bytes]:
-        """Return the contents in blocks. Reading them blocks the thread.
+        """Return the contents in blocks.
 
-        Raises ApiError: 404 if the contents no longer exist, 503 if the store can't be reached.
+        Reading the blocks blocks the thread. Raises ApiError (404 if the contents no longer exist, 503 if the store
+        can't be reached).
         """
         try:
             return blocks_of(await in_thread(FILES, self.store.open, file_id))
@@ -148,7 +149,7 @@ class FileService:
             await self._redis.zrem(expiring, file_id)
 
     async def sweep(self) -> int:
-        """Delete expired files, and return how many files were checked. The next sweep retries deletions that failed.
+        """Delete expired files, and return the number of files checked. The next sweep retries failed deletions.
 
         If Redis has lost the record of a file, the contents are deleted once they are older than the maximum
         lifetime of files.

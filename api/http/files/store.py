@@ -1,4 +1,4 @@
-"""Store file contents in a directory, or on any storage that fsspec supports.
+"""Store file contents in a directory or on any storage that fsspec supports.
 
 All functions block, so call them in a thread.
 """
@@ -27,15 +27,16 @@ RETRY_S = 60.0  # for clients, because a full or unreachable disk is rarely avai
 
 
 class DirectoryStore:
-    """A store in a directory. Uploads and runs are in the same directory, so that a rename turns them into files.
+    """A store in a directory.
 
-    The names that the gateway uses contain only letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
+    Uploads and runs are kept in the same directory so that renaming can turn them into stored files. The names that the
+    gateway uses contain only letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
     """
 
     shares_work = True  # other gateways can read `work_dir`
 
     def __init__(self, root: Path) -> None:
-        """Create a store. The first write creates its directory."""
+        """Create a store. Its directory is created by the first write."""
         self._files = root / "files"
         self.work_dir = root / "work"  # for uploads in progress, and for runs of batches
 
@@ -51,7 +52,7 @@ class DirectoryStore:
             part.replace(target)
 
     def put_first(self, data: bytes, name: str) -> None:
-        """Store these bytes unless a file with this name already exists."""
+        """Store the bytes unless a file with this name already exists."""
         with self._new(name) as (part, target):
             write_new(part, [data])
             try:
@@ -63,7 +64,7 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[tuple[Path, Path]]:
-        """Yield a path to write to, and the path to which the written file is then renamed."""
+        """Yield a temporary path to write to, and the path to which the written file is renamed."""
         target = self._files / name
         make_directory(target.parent)
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
@@ -78,7 +79,7 @@ class DirectoryStore:
         return (self._files / name).open("rb")
 
     def delete(self, name: str) -> None:
-        """Delete a file, if it exists."""
+        """Delete a file if it exists."""
         (self._files / name).unlink(missing_ok=True)
 
     def delete_directory(self, name: str) -> None:
@@ -87,9 +88,9 @@ class DirectoryStore:
             shutil.rmtree(self._files / name)
 
     def older_than(self, before: float) -> list[str]:
-        """Return the files that were stored before this time (Unix seconds).
+        """Return the files that were stored before this time in Unix seconds.
 
-        The times come from the clocks of the gateways that stored the files.
+        A file's time comes from the clock of the gateway that stored it.
         """
         found = []
         for path in self._files.glob("file-*"):
@@ -102,7 +103,7 @@ class DirectoryStore:
 class UrlStore:
     """A store on any storage that fsspec supports, for example a bucket. It has the methods of DirectoryStore.
 
-    The storage must replace objects atomically, as all object stores do.
+    The storage must replace objects atomically, like all object stores.
     """
 
     shares_work = False
@@ -131,7 +132,7 @@ class UrlStore:
     def put_first(self, data: bytes, name: str) -> None:
         """Store these bytes unless the name already exists.
 
-        The check is made only if the file system supports it, as S3 and Google Cloud Storage do.
+        The name is checked only if the file system supports this check, as S3 and Google Cloud Storage do.
         """
         with contextlib.suppress(FileExistsError), _as_os_errors():
             self._system.pipe_file(self._new_path(name), data, mode="create")
@@ -150,7 +151,7 @@ class UrlStore:
             self._system.rm(self._path(name), recursive=True)
 
     def older_than(self, before: float) -> list[str]:
-        """Return nothing, because listing a whole bucket is slow.
+        """Return an empty result because listing a whole bucket is slow.
 
         The bucket's lifecycle rules can delete old objects.
         """
@@ -170,7 +171,7 @@ FileStore = DirectoryStore | UrlStore
 
 
 def store_of(settings: Settings) -> FileStore:
-    """Return the store that the settings describe. Raises SettingsError."""
+    """Return the store configured in the settings. Raises SettingsError."""
     location = settings.gateway_files_dir
     default = settings.data_dir / "gateway"
     if location is None:
@@ -181,10 +182,10 @@ def store_of(settings: Settings) -> FileStore:
 
 
 def read_store_id(store: FileStore) -> str | None:
-    """Return the store's id, or None while the store is empty. Raises OSError.
+    """Return the store's id, or None if the store is empty. Raises OSError.
 
-    The id is a file in the store. Gateways that read the same id share the contents, even if they use different paths
-    or URLs.
+    The id is stored in a file in the store. Gateways that read the same id share the contents, even if they use
+    different paths or URLs.
     """
     try:
         with store.open(STORE_ID) as file:
@@ -194,7 +195,7 @@ def read_store_id(store: FileStore) -> str | None:
 
 
 def ensure_store_id(store: FileStore) -> str:
-    """Return the store's id. If the store has no id, the first gateway writes a new id. Raises OSError."""
+    """Return the store's id. If the store doesn't have an id yet, write a new id. Raises OSError."""
     if (store_id := read_store_id(store)) is None:
         store.put_first(uuid.uuid4().hex.encode(), STORE_ID)
         store_id = read_store_id(store)
@@ -204,19 +205,19 @@ def ensure_store_id(store: FileStore) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory and its missing parents. Only this user can access them."""
+    """Create a directory and its missing parents with access for this user only."""
     for missing in reversed([directory, *directory.parents]):
         if not missing.exists():
             missing.mkdir(DIRECTORY_MODE, exist_ok=True)
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Open a new file for writing that only this user can read. An existing file is replaced."""
+    """Open a new file for writing, with access for this user only. An existing file is replaced."""
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
 def write_new(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file that only this user can read. The file is on disk when the function returns. Raises OSError."""
+    """Write a file that only this user can read, and sync it to disk before returning. Raises OSError."""
     with open_new(path) as file:
         for block in blocks:
             file.write(block)
@@ -225,14 +226,20 @@ def write_new(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the file in blocks. The file is closed at the end, even if the reader stops early. Raises OSError."""
+    """Yield the file's contents in blocks.
+
+    The file is closed at the end, even if the reader stops early. Raises OSError.
+    """
     with file, _as_os_errors():
         while block := file.read(READ_BYTES):
             yield block
 
 
 def download(store: FileStore, name: str, local: Path) -> None:
-    """Copy a file to this machine, where it appears only once it is complete. Raises FileNotFoundError or OSError."""
+    """Copy a file to this machine.
+
+    The copy appears at its path only when it is complete. Raises FileNotFoundError or OSError.
+    """
     part = local.with_name(f"{local.name}.part")
     write_new(part, blocks_of(store.open(name)))
     part.replace(local)
@@ -240,7 +247,7 @@ def download(store: FileStore, name: str, local: Path) -> None:
 
 def unavailable(error: OSError) -> ApiError:
     """Log a store error. Return an error for the client that contains no paths on this machine."""
-    log.error("file store failed", detail=f"{error}; the request gets 503")
+    log.error("file store failed", detail=f"{error}; the request fails with status 503")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = "the gateway has no space left for files; delete some"
     else:
@@ -260,7 +267,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def _sync(directory: Path) -> None:
-    """Write a directory to disk, including renames inside it."""
+    """Sync a directory to disk, including renames inside it."""
     opened: Any = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -1,4 +1,4 @@
-"""Receive uploads. Multipart form data is written to disk in pieces, and never held in memory as a whole."""
+"""Receive uploads. Multipart form data is written to disk in pieces and is never held in memory as a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPLOADS = "incoming"
 
 @dataclass(slots=True)
 class UploadForm:
-    """A form's fields, and the `path` of its uploaded file."""
+    """A form's fields and the `path` of its uploaded file."""
 
     path: Path
     fields: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,10 @@ class UploadForm:
 
 @contextlib.asynccontextmanager
 async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
-    """Receive a request's form. The form's file is deleted at the end. Raises ApiError or ClientDisconnect."""
+    """Receive a request's form, and delete the form's file when the context ends.
+
+    Raises ApiError or ClientDisconnect.
+    """
     boundary = _boundary(request)
     if declared_bytes(request) > limit + MAX_FORM_BYTES:
         raise _too_large(limit)
@@ -62,7 +65,7 @@ async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIte
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:
-    """Delete the remains of uploads to gateways that died."""
+    """Delete the remains of uploads to crashed gateways."""
     for directory in (work_dir / UPLOADS).glob("*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_mtime < now - OLD_S:
@@ -72,7 +75,7 @@ def sweep_uploads(work_dir: Path, now: float) -> None:
 class _FormReader:
     """Parses a form with small fields and one file, which is written to disk.
 
-    Calls may come from any thread, but only one at a time.
+    Any thread may call its methods, but only one thread at a time.
     """
 
     def __init__(self, boundary: bytes, directory: Path, limit: int) -> None:
@@ -99,9 +102,9 @@ class _FormReader:
             raise ApiError(413, message)
 
     def end(self) -> UploadForm:
-        """Return the form after its file has been written to disk."""
+        """Finish writing the file to disk, and return the form."""
         if not self._has_ended:
-            raise ApiError(400, "the form ends in the middle of a part; send all of it")
+            raise ApiError(400, "the form ends in the middle of a part; send the complete form")
         if self._form.name is None:
             raise ApiError(400, "file is missing; send it as a part with a file name", param="file")
         self._file.flush()
@@ -135,7 +138,9 @@ class _FormReader:
             return
         if name != "file" or self._form.name is not None:
             raise ApiError(
-                400, f"the form has a file {name[:40]!r}; it must have exactly one file, named 'file'", param="file"
+                400,
+                f"the form contains a file {name[:40]!r}; it must have exactly one file, named 'file'",
+                param="file",
             )
         self._form.name, self._field = _display_name(options[b"filename"]), None
 

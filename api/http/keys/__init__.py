@@ -1,6 +1,7 @@
 """Authenticate requests by API key, and apply each key's rights and limits.
 
-This package may use `auth` and `errors` of the gateway, `api.keys`, and the connections and the contract of `tasks`.
+This package may import the gateway modules `auth` and `errors`, `api.keys`, and the connections and contract of
+`tasks`.
 """
 
 from .access import key_access

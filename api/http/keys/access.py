@@ -47,7 +47,7 @@ class KeyCaller(Caller):
 
 
 class KeyAccess:
-    """Admits requests that have a valid API key. If Redis does not answer, no request is admitted.
+    """Admits requests that have a valid API key. If Redis does not answer, no requests are admitted.
 
     While no key exists, `keyless` handles all requests. If `keyless` is None, all requests are rejected.
     After the first key has been seen, `keyless` is never used again, so the gateway keeps rejecting requests
@@ -62,7 +62,7 @@ class KeyAccess:
         keyless: Access | None = None,
         model_aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """Create the access control. A key that names a model's alias may use that model."""
+        """Create the access control. A key that lists a model's alias may use that model."""
         self._redis = redis
         self._aliases = model_aliases or {}
         self._store = KeyStore(redis, file)
@@ -72,7 +72,7 @@ class KeyAccess:
         self._uses = CallBatcher(self._store.record_uses)
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        """Return the owner of the key in the headers, or the caller that `keyless` returns. Raises ApiError."""
+        """Return the owner of the key in the headers, or the caller returned by `keyless`. Raises ApiError."""
         sent = sent_key(headers)
         key = None if sent is None else parse_key(sent)
         with _redis_errors_as_503():
@@ -91,9 +91,9 @@ class KeyAccess:
         return self._owner(found.entry)
 
     async def owner_of(self, key_id: str, digest: str) -> KeyCaller | None:
-        """Return the owner of a key that `authenticate` has accepted before.
+        """Return the owner of a key that `authenticate` accepted earlier.
 
-        Return None if the key is no longer active, or now has another digest. Raises ApiError (503).
+        Return None if the key is no longer active or its digest has changed. Raises ApiError (503).
         """
         with _redis_errors_as_503():
             found = await self._lookups.call(key_id)
@@ -153,7 +153,7 @@ class _Admitted:
             raise _over_limit(self._entry, decision, num_tokens, num_jobs, dict(self.headers))
 
     async def end(self, num_tokens: int | None) -> None:
-        """Settle the charge, even if the task of the request is cancelled."""
+        """Settle the charge, even if the request's task is cancelled."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._settle(num_tokens))
         await asyncio.shield(self._ending)
@@ -166,7 +166,7 @@ class _Admitted:
                 "key charge not settled",
                 key=self._reserved.key_id,
                 request=self._reserved.id,
-                detail=f"{error}; the estimate stays charged",
+                detail=f"{error}; the estimate remains charged",
             )
 
 
@@ -174,7 +174,7 @@ def _check_state(found: KeyLookup) -> None:
     assert found.entry is not None
     state = found.entry.state(found.now)
     if state != "active":
-        raise _unauthorized(f"the API key {found.entry.id} is {state}; create another with `cellama keys create`")
+        raise _unauthorized(f"the API key {found.entry.id} is {state}; create another key with `cellama keys create`")
 
 
 def _unauthorized(message: str) -> ApiError:
@@ -208,10 +208,10 @@ def _redis_errors_as_503() -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        log.error("key check failed", detail=f"Redis: {error!r}; the request gets 503")
+        log.error("key check failed", detail=f"Redis: {error!r}; the request fails with status 503")
         raise ApiError(
             503,
-            "API keys can't be checked, because Redis does not answer; retry soon",
+            "API keys can't be checked because Redis does not answer; retry soon",
             code="redis_unreachable",
             retry_after_s=OUTAGE_RETRY_S,
         ) from None
@@ -220,7 +220,8 @@ def _redis_errors_as_503() -> Iterator[None]:
 def rate_headers(entry: KeyEntry, decision: LimitDecision) -> dict[str, str]:
     """Return OpenAI's and Anthropic's headers for each limit of the key.
 
-    OpenAI's `reset` is the time until the whole limit is available again, and Anthropic's `reset` is that moment.
+    OpenAI's `reset` is the duration until the whole limit is available again, and Anthropic's `reset` is the
+    corresponding point in time.
     """
     headers: dict[str, str] = {}
     full_at = datetime.now(UTC) + timedelta(seconds=math.ceil(decision.empty_in_s))
@@ -250,7 +251,7 @@ def duration(seconds: float) -> str:
 def connect_keys(url: str | None = None) -> Redis:
     """Connect to Redis at this URL, or at the URL in the settings.
 
-    One retry is safe, because each call can be repeated.
+    Failed calls are retried once, which is safe because each call can be repeated.
     """
     retry = Retry(NoBackoff(), 1)
     return connect_async(url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S, retry=retry)
@@ -259,8 +260,8 @@ def connect_keys(url: str | None = None) -> Redis:
 def key_access(settings: Settings, host: str | None = None) -> KeyAccess:
     """Return the access control for a gateway that listens on `host`.
 
-    On loopback, requests from this machine need no key while no key exists. Raises SettingsError if the key file is
-    invalid, or if other machines can reach the host while no key exists.
+    On loopback, requests from this machine don't need a key while no keys exist. Raises SettingsError if the key file
+    is invalid, or if other machines can reach the host while no keys exist.
     """
     file = None if settings.gateway_keys_file is None else KeyFile(settings.gateway_keys_file)
     keyless = LoopbackOnly() if host is not None and is_loopback(host) else None
@@ -275,7 +276,9 @@ async def _check_keys(settings: Settings, file: KeyFile | None, host: str) -> No
         try:
             has_keys = bool(await KeyStore(redis, file).all())
         except RedisError as error:
-            log.warning("API keys not checked", detail=f"Redis: {error}; requests get 503 until Redis answers")
+            log.warning(
+                "API keys not checked", detail=f"Redis: {error}; requests fail with status 503 until Redis answers"
+            )
             return
     if not has_keys:
         raise SettingsError(

@@ -1,9 +1,9 @@
-"""API key limits. Redis counts usage by its own clock, so limits are exact with any number of gateways.
+"""Apply API key limits. Redis counts usage by its own clock, so limits are exact with any number of gateways.
 
-Requests and tokens count for 60 s after they are charged, so their number never exceeds the limit in any 60 s
-interval. A request is charged, and counts as one job, before its body is read. Once the body is known, its estimated
-tokens are charged. At the end, the tokens that the request used replace the estimate. Each job has a lease, which its
-gateway renews. If the gateway dies, its jobs stop counting after LEASE_S.
+Requests and tokens count for 60 s after they are charged, so their number doesn't exceed the limit in any 60 s
+interval. A request is charged and counts as one job before its body is read. Once the body is known, its estimated
+tokens are charged. At the end, the number of tokens that the request used replaces the estimate. Each job has a lease,
+which its gateway renews. If the gateway dies, its jobs stop counting after LEASE_S.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ A = TypeVar("A")
 
 
 class CallBatcher(Generic[Q, A]):
-    """Sends concurrent calls to Redis in batches, so that they need only one connection and few round trips.
+    """Sends concurrent calls to Redis in batches, which requires only one connection and few round trips.
 
     Calls that arrive while a batch is being sent form the next batch. A batcher belongs to one event loop.
     """
@@ -37,7 +37,7 @@ class CallBatcher(Generic[Q, A]):
     def __init__(self, send: Callable[[Sequence[Q]], Awaitable[Sequence[A | BaseException]]]) -> None:
         """Create a batcher.
 
-        `send` returns a result or an error for each call. If `send` raises, the whole batch fails.
+        `send` returns a result or an error for each call. If `send` raises an error, the whole batch fails.
         """
         self._send = send
         self._waiting: list[tuple[Q, asyncio.Future[A]]] = []
@@ -80,7 +80,7 @@ Call = tuple[str, list[str], list[Any]]  # name, keys and arguments of a script
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """The decision that a key's limits make about a request, and the key's usage including this request."""
+    """The decision to admit or reject a request under its key's limits, and the key's usage including this request."""
 
     verdict: str  # "in", "requests", "tokens", "jobs"; "too large" and "too many" can never be admitted
     wait_s: float
@@ -94,7 +94,7 @@ class LimitDecision:
 
     @property
     def is_permanent(self) -> bool:
-        """Whether retrying the same request is certain to fail."""
+        """Whether a retry of the same request is certain to fail."""
         return self.verdict in ("too large", "too many")
 
 
@@ -109,12 +109,12 @@ class Reservation:
 
     @property
     def leases(self) -> list[str]:
-        """The names of the request's leases, one per job."""
+        """The names of the request's leases, with one lease per job."""
         return [f"{self.id}:{number}" for number in range(1, self.num_jobs + 1)]
 
 
 class Limiter:
-    """Applies the limits of all keys, in one event loop."""
+    """Applies the limits of all keys in one event loop."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] | None = None) -> None:
         """Create a limiter. `now` replaces Redis' clock in tests."""
@@ -131,7 +131,7 @@ class Limiter:
         return reserved, await self._charge(entry, reserved, num_requests=1)
 
     async def reserve(self, entry: KeyEntry, reserved: Reservation) -> LimitDecision:
-        """Charge the tokens and jobs of an admitted request. If the decision rejects them, nothing changes.
+        """Charge the tokens and jobs of an admitted request. If the decision rejects them, nothing is charged.
 
         Raises RedisError.
         """
@@ -155,9 +155,9 @@ class Limiter:
         return decision
 
     async def settle(self, reserved: Reservation, num_tokens: int | None) -> None:
-        """Replace the estimate with the number of tokens that the request used. None keeps the estimate.
+        """Replace the estimate with the number of tokens that the request used.
 
-        If it raises RedisError, the leases expire by themselves.
+        If the number is None, keep the estimate. If this call raises RedisError, the leases expire by themselves.
         """
         self._running.pop(reserved.id, None)
         taken = reserved.num_tokens if num_tokens is None else num_tokens

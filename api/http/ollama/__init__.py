@@ -1,6 +1,6 @@
-"""Ollama's endpoints (docs/how-to/ollama.md): chats, completions, vectors, and lists of models.
+"""Ollama's endpoints for chats, completions, vectors and model lists (docs/how-to/ollama.md).
 
-`reading.py` parses bodies and finds models by Ollama's names. All errors below `/api/` have Ollama's format.
+`reading.py` parses bodies and finds models by their Ollama names. All errors below `/api/` have Ollama's format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ROUTES", "error_response", "is_ollama_path"]
 
 
 def is_ollama_path(request: Request) -> bool:
-    """Return whether the path of a request belongs to Ollama's API, so that errors should have its format."""
+    """Return whether a request's path belongs to Ollama's API, in which case errors use Ollama's format."""
     return request.url.path.startswith(f"{request.scope.get('root_path', '')}/api/")
 
 

@@ -47,7 +47,7 @@ async def embeddings(request: Request) -> Response:
 async def _run(parsed: ParsedRequest, url: str) -> tuple[list[Any], int, dict[str, str]]:
     """Return the vectors, the number of tokens, and the response headers.
 
-    Without texts, only the model is looked up.
+    If there are no texts, only look up the model.
     """
     model = await find_named(parsed.gateway, parsed.caller, parsed.body.get("model"))
     name, priority, client = parsed.name_of(model), TIERS[parsed.tier()], parsed.gateway.client
@@ -78,7 +78,9 @@ async def _run(parsed: ParsedRequest, url: str) -> tuple[list[Any], int, dict[st
     vectors = result["embeddings"]
     if vectors and isinstance(vectors[0][0], list):
         raise ApiError(
-            400, f"model: {name} has one vector per token, not one per text; use /v1/embeddings", param="model"
+            400,
+            f"model: {name} returns one vector per token instead of one vector per text; use /v1/embeddings",
+            param="model",
         )
     return vectors, result["usage"]["prompt_tokens"], headers
 

@@ -1,4 +1,4 @@
-"""The endpoints POST /api/chat and POST /api/generate, with and without streaming."""
+"""The streaming and non-streaming endpoints POST /api/chat and POST /api/generate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GATEWAY_PARAMETERS = ("stream", "service_tier", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaRequest(JobsRequest):
-    """A request for a chat or a completion, which one job generates."""
+    """A chat or completion request. One job generates the answer."""
 
     media_type: ClassVar[str] = NDJSON
 

@@ -1,4 +1,4 @@
-"""Ollama's endpoints that change models, which are rejected because models are loaded on workers."""
+"""Ollama's endpoints that change models. Their requests are rejected because models are managed on workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REMEDIES = {  # path → methods, and the command to run instead
 
 
 def _rejecting(path: str, remedy: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return a separate endpoint for each path, because requests are counted by their endpoint."""
+    """Return a separate endpoint function for each path, because requests are counted per endpoint."""
 
     async def reject(request: Request) -> Response:
         await caller_of(request)

@@ -1,4 +1,4 @@
-"""Parse bodies, and find models by the names that Ollama's clients send, which may have the tag `:latest`."""
+"""Parse bodies, and find models by the names that Ollama clients send. The names may have the tag `:latest`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ async def read_body(request: Request) -> ParsedRequest:
 
 
 async def find_named(gateway: Gateway, caller: Caller, name: object) -> ModelView:
-    """Return the model with this name, or with this name without `:latest`. Raises the errors of `find_model`."""
+    """Return the model with this name.
+
+    If no model has it, ignore the name's tag `:latest`. Raises the errors of `find_model`.
+    """
     if isinstance(name, str) and name.endswith(LATEST):
         ids = [view["id"] for view in await gateway.listed_models(EVERY_MODEL)]
         name = name if name in ids else name.removesuffix(LATEST)

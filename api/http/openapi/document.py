@@ -74,10 +74,10 @@ _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 def gateway_document(routes: Iterable[BaseRoute], server: str = "/") -> dict[str, Any]:
-    """Return the document for these routes, except Ollama's API and the console's pages.
+    """Return the document for these routes, except for Ollama's API and the console's pages.
 
-    `server` is the URL below which the gateway is served. Raises LookupError for a route or a parameter that the
-    tables don't describe.
+    `server` is the base URL of the gateway. Raises LookupError for a route or a parameter that the tables don't
+    describe.
     """
     schemas, paths = Schemas(), dict[str, dict[str, Any]]()
     error_types: Mapping[ErrorStyle, Any] = {"openai": ErrorBody, "anthropic": AnthropicError}
@@ -110,7 +110,7 @@ def gateway_document(routes: Iterable[BaseRoute], server: str = "/") -> dict[str
 
 
 def api_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
-    """Yield the method and path of each API route, and the first path of the same endpoint.
+    """Yield each API route's method and path, and the first path of its endpoint.
 
     Routes with the same endpoint are aliases.
     """
@@ -125,7 +125,7 @@ def api_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
 
 
 def _add_links(paths: Mapping[str, Mapping[str, Any]]) -> None:
-    """Link each operation that creates an object to the operations on that object, whose paths contain its id."""
+    """Link each operation that creates an object to the operations whose paths contain the object's id."""
     for path, methods in paths.items():
         links = {}
         for other, other_methods in paths.items():
@@ -191,7 +191,7 @@ def _request_body(operation: Operation, schemas: Schemas) -> dict[str, Any]:
 
 
 def _form(names: Iterable[str]) -> dict[str, Any]:
-    """Return the schema of a form with a file."""
+    """Return the schema of a form that contains a file."""
     known = {"purpose": {"const": PURPOSE}, "expires_after": {"type": "string", "description": "A JSON object."}}
     fields = {name: known.get(name, {"type": "string"}) for name in names}
     file = {"type": "string", "contentMediaType": "application/octet-stream"}
@@ -219,7 +219,7 @@ def _answer(operation: Operation, schemas: Schemas, error_schemas: Mapping[Error
 
 
 def _event(data: dict[str, Any], errors: list[dict[str, Any]], *, has_end: bool) -> dict[str, Any]:
-    """Return the schema of each event of a stream. If a stream fails, its last event contains an error."""
+    """Return the schema of a stream's events. If a stream fails, its last event contains an error."""
     text = {
         "type": "string",
         "contentMediaType": "application/json",

@@ -1,4 +1,7 @@
-"""The endpoint that serves the OpenAPI document. It needs no API key, because the document contains no secrets."""
+"""The endpoint that serves the OpenAPI document.
+
+It doesn't require an API key because the document contains no secrets.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ OPENAPI = "/openapi.json"
 
 
 async def openapi(request: Request) -> Response:
-    """Handle `GET /openapi.json`. Creating the document takes a moment, so it is created once, in a thread."""
+    """Handle `GET /openapi.json`.
+
+    Creating the document takes a moment, so it is created only once, in a separate thread.
+    """
     state, server = request.app.state, request.scope.get("root_path") or "/"
     if not hasattr(state, "openapi"):
         state.openapi = {}

@@ -1,4 +1,4 @@
-"""Group the error codes by the work that an endpoint does, and describe the error responses."""
+"""Group the error codes by the tasks that endpoints perform, and describe the error responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ErrorStyle = Literal["openai", "anthropic"]
 NO_CODE = {  # errors without a code, by status
     400: "the request is invalid; the message names the parameter, its value and the remedy",
     401: "the token is missing or wrong",
-    403: "without API keys the gateway serves this machine only",
+    403: "without API keys, the gateway serves only this machine",
     413: "the body is too large",
     415: "the type or the encoding of the body is not supported",
 }
@@ -55,7 +55,7 @@ class RequestFailure:
 
 
 def failures_of(reasons: Iterable[str | int], styles: Iterable[ErrorStyle]) -> dict[int, list[RequestFailure]]:
-    """Return the failures keyed by status, in each style.
+    """Return the failures in each error style, keyed by status.
 
     A reason is an error code, or the status of an error without a code.
     """
@@ -81,6 +81,6 @@ def phrase_of(status: int) -> str:
 
 
 def description_of(status: int, failures: Iterable[RequestFailure]) -> str:
-    """Return the description of a response, with the codes that it can contain."""
+    """Return the description of an error response, with the codes that it can contain."""
     reasons = dict.fromkeys(f"`{one.code}`: {one.meaning}." if one.code else f"{one.meaning}." for one in failures)
     return "\n\n".join([phrase_of(status), *(f"- {reason}" for reason in reasons)])

@@ -1,7 +1,7 @@
-"""The table of all gateway operations. An endpoint without a row fails a test.
+"""The table of all gateway operations.
 
-A row contains only what the code of the endpoint doesn't define elsewhere: a summary, the shapes of the answers, the
-reasons why it can fail, and examples.
+A test fails for each endpoint without a row. A row contains only properties that the endpoint's code doesn't define
+elsewhere: a summary, the shapes of the answers, the reasons for failures, and examples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ SHORT = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """A stream of server-sent events, whose data is JSON. `has_end` is True if a last event has the data `[DONE]`."""
+    """A stream of server-sent events, whose data is JSON.
+
+    `has_end` is True if the stream ends with an event whose data is `[DONE]`.
+    """
 
     data: Any
     has_end: bool = False
@@ -63,10 +66,10 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one path.
+    """One method of a path.
 
     `answers` maps the media types of a successful response to their shapes: a type, `Events`, or None for bytes or
-    text. `failures` are error codes, or statuses of errors without a code (`failures.py`).
+    text. `failures` contains error codes, and the statuses of errors without a code (`failures.py`).
     """
 
     tag: str
@@ -102,7 +105,7 @@ def _page(default: int, largest: int) -> dict[str, Any]:
 
 
 def _rules(own: Mapping[str, ParameterRule], kind: Kind) -> Mapping[str, ParameterRule]:
-    """Return the rules of an endpoint and those for vLLM's and llama-server's parameters that its jobs have."""
+    """Return an endpoint's rules, and the rules for vLLM's and llama-server's parameters that its jobs support."""
     names = kind.payload.model_fields
     return {**{name: rule for name, rule in OTHER_SERVERS.items() if not rule.to or rule.to in names}, **own}
 
@@ -181,7 +184,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     f"POST {EMBEDDINGS}": Operation(
         tag="OpenAI",
-        summary="Compute the vectors of texts",
+        summary="Compute embeddings for texts",
         answers=_json(openai.EmbeddingList),
         failures=JOBS,
         body=BodyTable(
@@ -319,7 +322,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     f"POST {RERANK}": Operation(
         tag="Reranking",
-        summary="Rank documents by how well they answer a query",
+        summary="Rank documents by their relevance to a query",
         answers=_json(shapes.RerankResults),
         failures=JOBS,
         body=BodyTable(

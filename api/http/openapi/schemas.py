@@ -1,4 +1,4 @@
-"""Generate JSON Schemas of types and of request bodies. Named types become components of the document."""
+"""Generate JSON Schemas for types and request bodies. Named types become components of the document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CALLERS_TYPES = {**vars(parameters), "Mapping": Mapping, "Sequence": Sequence}
 
 
 class UntitledSchemas(GenerateJsonSchema):
-    """Generates schemas without titles, because titles only repeat the names."""
+    """Generates schemas without titles because titles only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -31,11 +31,11 @@ class UntitledSchemas(GenerateJsonSchema):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyTable:
-    """Describes the JSON body of an endpoint by the tables that the endpoint itself uses.
+    """Describes an endpoint's JSON body with the tables that the endpoint itself uses.
 
-    A parameter has the shape in `own` if there is one. Otherwise, `rules` determine its handling, and a parameter
-    without a rule has the shape of the job parameter. `names` are the accepted parameters. Without `names`,
-    these are all parameters in `own`, in `rules` and of the job.
+    If `own` defines a shape for a parameter, the parameter has this shape. Otherwise, `rules` determine its handling,
+    and a parameter without a rule has the shape of the job parameter. `names` lists the accepted parameters (default:
+    all parameters in `own`, in `rules` and of the job).
     """
 
     own: type
@@ -46,7 +46,7 @@ class BodyTable:
 
 
 class Schemas:
-    """Generates schemas, and collects the components that they refer to."""
+    """Generates schemas, and collects the components that the schemas refer to."""
 
     def __init__(self) -> None:
         self.components: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _names(table: BodyTable) -> set[str]:
 
 
 def _callers_type(info: FieldInfo) -> Any:
-    """Return the type of a job's parameter for callers, which `TypedAs` names if the payload converts the value."""
+    """Return a job parameter's type for callers. If the payload converts the value, `TypedAs` specifies this type."""
     texts = [each.text for each in info.metadata if isinstance(each, TypedAs)]
     if texts:
         return eval(texts[-1], _CALLERS_TYPES)
@@ -118,7 +118,7 @@ def _callers_type(info: FieldInfo) -> Any:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an optional parameter. Null means that the parameter is not set."""
+    """Return the schema of an optional parameter, which also allows null if the parameter is not set."""
     description = {"description": schema["description"]} if "description" in schema else {}
     kind = {name: value for name, value in schema.items() if name != "description"}
     if not kind:

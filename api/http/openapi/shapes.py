@@ -1,4 +1,4 @@
-"""The shapes of the endpoints that don't belong to OpenAI's or Anthropic's generation APIs."""
+"""The shapes for endpoints that don't belong to OpenAI's or Anthropic's generation APIs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from cellama.tasks.contract.shapes.parameters import ChatMessage, Tool
 
 
 class ErrorObject(TypedDict):
-    """The problem and the remedy. `param` is the wrong parameter, and `code` is the reason."""
+    """An error, whose message describes the problem and the remedy.
+
+    `param` is the invalid parameter, and `code` is the reason.
+    """
 
     message: str
     type: str
@@ -31,7 +34,7 @@ class ErrorObject(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """The body of an error, or the data of the last event of a stream that failed."""
+    """The body of an error response, or the data of a failed stream's last event."""
 
     error: ErrorObject
 
@@ -40,7 +43,7 @@ class ErrorBody(TypedDict):
 
 
 class ModelObject(TypedDict):
-    """A model that accepts jobs. `context_length` is the number of tokens for prompt and answer."""
+    """A model that accepts jobs. `context_length` is the maximum number of tokens in a prompt and its answer."""
 
     id: str
     object: Literal["model"]
@@ -53,14 +56,14 @@ class ModelObject(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All models that accept jobs and that the API key may use."""
+    """All models that accept jobs and may be used with the API key."""
 
     object: Literal["list"]
     data: list[ModelObject]
 
 
 class GatewayInfo(TypedDict):
-    """The paths below which the gateway serves its APIs. `console` is missing if the console is disabled."""
+    """The base paths of the gateway's APIs. `console` is missing if the console is disabled."""
 
     service: Literal["cellama"]
     openai: str
@@ -70,13 +73,13 @@ class GatewayInfo(TypedDict):
 
 
 class Health(TypedDict):
-    """The gateway is running."""
+    """The status of a running gateway."""
 
     status: Literal["ok"]
 
 
 class Readiness(TypedDict):
-    """Redis is reachable, and a model accepts jobs."""
+    """The status of a gateway that is ready: Redis is reachable, and a model accepts jobs."""
 
     status: Literal["ready"]
 
@@ -103,7 +106,7 @@ class TokenPiece(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """The tokens of a text or of a chat."""
+    """The tokens of a text or chat."""
 
     tokens: list[int] | list[TokenPiece]
     token_strs: NotRequired[list[str]]
@@ -113,7 +116,7 @@ class TokenCount(TypedDict):
 
 
 class DetokenizedText(TypedDict):
-    """The text of tokens, under llama-server's and vLLM's name."""
+    """The text of the tokens, under the names that llama-server and vLLM use."""
 
     content: str
     prompt: str
@@ -124,7 +127,7 @@ class DetokenizedText(TypedDict):
 
 
 class InfillExtra(TypedDict):
-    """A file that the model can use as context."""
+    """A file that the model uses as context."""
 
     filename: NotRequired[str]
     text: str
@@ -152,7 +155,7 @@ class Infill(TypedDict):
 
 
 class StreamedInfill(TypedDict):
-    """A part of the text."""
+    """A chunk of the streamed text."""
 
     content: str
     tokens: list[int]
@@ -166,7 +169,7 @@ InfillPiece = StreamedInfill | Infill
 
 
 class RerankDocument(TypedDict):
-    """A document as an object."""
+    """A document in the form of an object."""
 
     text: str
 
@@ -179,7 +182,7 @@ class RerankParameters(TypedDict, total=False):
 
 
 class RankedDocument(TypedDict):
-    """The score of a document. `index` is its index in the request."""
+    """A document's score. `index` is the document's index in the request."""
 
     index: int
     relevance_score: float
@@ -199,7 +202,7 @@ class RerankResults(TypedDict):
 
 
 class FileLife(TypedDict):
-    """A file's lifetime."""
+    """The lifetime of a file."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -208,7 +211,7 @@ class FileLife(TypedDict):
 
 
 class FileObject(TypedDict):
-    """A stored file."""
+    """A file stored by the gateway."""
 
     id: str
     object: Literal["file"]
@@ -264,7 +267,7 @@ class BatchProblems(TypedDict):
 
 
 class RequestCountsOfBatch(TypedDict):
-    """The counts of a batch's requests."""
+    """The numbers of total, completed and failed requests in a batch."""
 
     total: int
     completed: int

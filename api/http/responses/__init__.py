@@ -1,7 +1,7 @@
 """The endpoints of /v1/responses, which create, stream, retrieve and cancel responses (docs/adr/020-responses.md).
 
-This package may use the modules of `http`, and `openai`. Response state is kept only in Redis, so any gateway can serve
-responses.
+This package may import the modules of `http`, and `openai`. Response state is stored only in Redis, so any gateway can
+serve any response.
 """
 
 from .endpoints import ROUTES

@@ -1,7 +1,4 @@
-"""Count a conversation's tokens, and replace a conversation with a summary.
-
-No record is stored for these requests.
-"""
+"""Count a conversation's tokens, or replace a conversation with a summary. These requests don't store a record."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _TEMPLATE_PARAMETERS = ("tools", "tool_choice", "enable_thinking", "template_arg
 async def count_tokens(parsed: ParsedRequest) -> Response:
     """Return the number of tokens that a response with this body would prefill. Raises ApiError.
 
-    The job has the caller's highest priority, because it needs no slot.
+    The job has the caller's highest priority because it doesn't need a slot.
     """
     check_known(parsed.body, COUNTED)
     model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
@@ -100,7 +97,7 @@ def _method(parsed: ParsedRequest, name: str) -> Any:
 
 
 async def _items(parsed: ParsedRequest) -> list[dict[str, Any]]:
-    """Return all items of the conversation, including those of the previous responses. Raises ApiError."""
+    """Return all items of the conversation, including the items of previous responses. Raises ApiError."""
     records, given = ResponseStore(parsed.gateway), parsed.body.get("input")
     previous = await previous_of(parsed, records)
     if given is None and previous is None:

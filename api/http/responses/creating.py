@@ -1,4 +1,4 @@
-"""Create a response: parse the request, store the record, queue the job, and return the first answer."""
+"""Create a response. Parse the request, store the record, queue the job, and return the first HTTP answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")  # contains the id of the re
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A response that a new response continues. `has_context` is True while Redis stores the context's tokens."""
+    """A response that is continued by a new response. `has_context` is True while Redis stores the context's tokens."""
 
     record: ResponseRecord
     status: ResponseStatus
@@ -51,9 +51,9 @@ class Previous:
     def key_for(
         self, model: str, params: dict[str, Any], instructions: str | None, items: list[dict[str, Any]]
     ) -> str | None:
-        """Return the `parent_key` for a continuation, or None if a continuation would have a different context.
+        """Return the `parent_key` for a continuation, or None if the new response would have a different context.
 
-        Only a user message can continue a context, because many chat templates reject tool results without their calls,
+        Only a user message can continue a context because many chat templates reject tool results without their calls,
         and system messages within a conversation.
         """
         record = self.record
@@ -65,7 +65,7 @@ class Previous:
 
 
 async def previous_of(parsed: ParsedRequest, records: ResponseStore) -> Previous | None:
-    """Return the response that `previous_response_id` names, or None. Raises ApiError."""
+    """Return the response with the id `previous_response_id`, or None. Raises ApiError."""
     response_id = parsed.body.get(_FIELD)
     if response_id is None:
         return None
@@ -121,10 +121,7 @@ async def items_before(parsed: ParsedRequest, records: ResponseStore, previous: 
 
 
 def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the instructions into a single system message at the start.
-
-    Many chat templates reject a second system message.
-    """
+    """Put the instructions into one system message at the start. Many chat templates reject a second system message."""
     if instructions is None:
         return messages
     if messages and messages[0]["role"] == "system":
@@ -183,7 +180,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
 
 
 async def _without_references(parsed: ParsedRequest, records: ResponseStore) -> Any:
-    """Return the input with the items of stored responses in place of references to them. Raises ApiError."""
+    """Return the input with all references to items of stored responses replaced by these items. Raises ApiError."""
     given, stored, num_read = parsed.body["input"], dict[str, dict[str, Any]](), 0
     if not isinstance(given, list):
         return given
@@ -199,7 +196,7 @@ async def _without_references(parsed: ParsedRequest, records: ResponseStore) -> 
             num_read += 1
             if num_read > MAX_TURNS:
                 raise ApiError(
-                    400, f"input refers to items of more than {MAX_TURNS} responses; send the items", param="input"
+                    400, f"input refers to items from more than {MAX_TURNS} responses; send the items", param="input"
                 )
             stored |= {one["id"]: one for one in await _items_beside(parsed, records, item_id)}
         if item_id not in stored:
@@ -214,7 +211,7 @@ async def _without_references(parsed: ParsedRequest, records: ResponseStore) -> 
 
 
 async def _items_beside(parsed: ParsedRequest, records: ResponseStore, item_id: str) -> list[dict[str, Any]]:
-    """Return the items of the stored response that has this item, or an empty list. Raises ApiError."""
+    """Return the items of the stored response that contains this item, or an empty list. Raises ApiError."""
     match = _ITEM_ID.fullmatch(item_id)
     if match is None:
         return []
@@ -230,7 +227,7 @@ async def _items_beside(parsed: ParsedRequest, records: ResponseStore, item_id: 
 
 @dataclass(frozen=True, slots=True)
 class _ParsedBody:
-    """The parsed parts of a body, and its estimated number of tokens."""
+    """The parsed parts of a body, and the body's estimated number of tokens."""
 
     params: dict[str, Any]
     shown: dict[str, Any]
@@ -240,7 +237,7 @@ class _ParsedBody:
 
 
 def _parse_body(body: Mapping[str, Any], response_id: str, defaults: Mapping[str, Any]) -> _ParsedBody:
-    """Parse a body without its context. `defaults` are the model's sampling parameters. Raises ApiError."""
+    """Parse a body without its context. `defaults` contains the model's sampling parameters. Raises ApiError."""
     try:
         params, shown = params_of(body), response_fields(body, defaults)
         items, shows_signatures = items_of(body["input"], response_id), includes_signatures(body)
@@ -256,7 +253,10 @@ def _parse_body(body: Mapping[str, Any], response_id: str, defaults: Mapping[str
 
 
 async def answer(parsed: ParsedRequest) -> Response:
-    """Create a response, and return the HTTP answer to the POST. Raises ApiError, JobError and ClientDisconnect."""
+    """Create a response, and return the HTTP answer to the POST request.
+
+    Raises ApiError, JobError and ClientDisconnect.
+    """
     records = ResponseStore(parsed.gateway)
     new = await unless_disconnected(parsed.request, _parse_for_model(parsed, records))
     for warning in new.record.shown.get("warnings", ()):
@@ -307,7 +307,7 @@ async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore
 
 
 async def _chat(parsed: ParsedRequest, record: ResponseRecord, messages: list[dict[str, Any]]) -> AsyncJob[Any]:
-    """Queue the job. The job's idempotency key is the response's id, so there is only one job per response."""
+    """Queue the job. The response's id is the job's idempotency key, so only one job is queued per response."""
     params: dict[str, Any] = dict(record.params)
     if record.parent_key is not None:
         params["parent_key"] = record.parent_key
@@ -335,7 +335,7 @@ async def _object(running: RunningJobs, record: ResponseRecord) -> dict[str, Any
 async def _stream(running: RunningJobs, record: ResponseRecord) -> Response:
     """Stream a new response.
 
-    A background response does not wait for its first event, because errors can be read later.
+    A background response doesn't wait for its first event because errors can be read later.
     """
 
     async def events_of(indexed: AsyncGenerator[IndexedEvent, None]) -> Events:

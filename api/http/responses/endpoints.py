@@ -67,7 +67,7 @@ async def cancel(request: Request) -> Response:
     if not record.background:
         raise ApiError(
             400,
-            f"{record.id} is not a background response; close the connection of its request to cancel it",
+            f"{record.id} is not a background response; to cancel it, close its request's connection",
             param="response_id",
         )
     status = await status_of(gateway, record)
@@ -107,10 +107,7 @@ async def input_items(request: Request) -> Response:
 
 
 async def _requested(request: Request) -> tuple[Gateway, ResponseRecord]:
-    """Return the gateway, and the response that the path names.
-
-    Raises ApiError (404) unless the response belongs to the caller.
-    """
+    """Return the gateway and the response in the path. Raises ApiError (404) if the response is not the caller's."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
     return gateway, await ResponseStore(gateway).read(request.path_params["response_id"], caller)

@@ -1,4 +1,4 @@
-"""Read the status and the events of a response from its job's journal or result. All readers get identical frames."""
+"""Read a response's status and events from its job's journal or result. All readers get identical frames."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class ResponseStatus:
-    """The current state of a response. `response` is the object for clients.
+    """The current state of a response.
 
-    After the end, `finish_key` names the response's context, if there is a context. `has_all_events` is False
-    if events have expired, so that the response can't be streamed.
+    `response` is the object for clients. When the response has ended, `finish_key` is the key of its context, if there
+    is one. `has_all_events` is False if events have expired, so the response can't be streamed.
     """
 
     response: dict[str, Any]
@@ -65,7 +65,7 @@ async def status_of(gateway: Gateway, record: ResponseRecord) -> ResponseStatus:
 
 
 async def end_of(gateway: Gateway, record: ResponseRecord, timeout_s: float = CANCELLED_S) -> ResponseStatus:
-    """Wait until the job has ended, for up to `timeout_s`. Return the response's status."""
+    """Wait for the job to end for up to `timeout_s` seconds, and return the response's status."""
     with contextlib.suppress(TimeoutError, JobError):  # `status_of` reports problems of the stream
         async with asyncio.timeout(timeout_s):
             async for _ in gateway.client.stream(record.job_id, timeout=timeout_s):
@@ -83,9 +83,9 @@ def _ended(response_events: ResponseEvents, events: list[Mapping[str, Any]]) -> 
 
 
 async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseStatus | None:
-    """Return the status after all events of the journal, or None if some events have expired.
+    """Return the status after all of the journal's events, or None if some events have expired.
 
-    Events are read in pages, so that other requests can be served in between. A journal may contain as many events as
+    Events are read in pages so that other requests can be served in between. A journal may contain as many events as
     the model's context has tokens.
     """
     response_events, after, event = ResponseEvents(record), "-", None
@@ -108,8 +108,8 @@ async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseSta
 async def _from_result(gateway: Gateway, record: ResponseRecord, end: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return events that replace an expired journal.
 
-    The last event comes from the ledger, and the others from the result. A cancelled or failed job has no result,
-    so its text has expired with its events.
+    The last event is read from the ledger, and all other events are derived from the result. A cancelled or failed job
+    has no result, so its text has expired with its events.
     """
     if end["type"] == "error" or end["finish_reason"] == "cancelled":
         return [end]
@@ -158,7 +158,7 @@ async def frames(
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the last frame of a stream that can't be continued. This frame has no number."""
+    """Return the last frame of a stream that can't be continued. This frame doesn't have a number."""
     return frame(error.envelope)
 
 

@@ -31,14 +31,14 @@ RESULT_POLL_S = 0.02  # pause between two checks for the result
 
 
 def new_id(key: str | None) -> str:
-    """Return a new id, or the id that belongs to an idempotency key of a tenant."""
+    """Return a new id, or the id that belongs to a tenant's idempotency key."""
     if key is None:
         return f"resp_{uuid.uuid4().hex}"
     return f"resp_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 def digest_of(body: object) -> str:
-    """Return a digest of a body that does not depend on the order of its members."""
+    """Return a body's digest, which does not depend on the order of the body's members."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -52,7 +52,7 @@ class ResponseStore:
     async def create(self, record: ResponseRecord) -> ResponseRecord:
         """Store a record before its job is queued, and return the stored record.
 
-        If the idempotency key was used before with the same body, the earlier record is returned.
+        If the idempotency key was already used with the same body, return the earlier record.
         """
         with reaching_redis():
             if await self._redis.set(response_key(record.id), record.to_json(), nx=True, ex=self._ttl_s):
@@ -66,15 +66,18 @@ class ResponseStore:
         return first
 
     async def notify_on_end(self, record: ResponseRecord) -> None:
-        """Request that the job's end is announced to the tenant's webhooks. Call this before the job is queued."""
+        """Request an announcement of the job's end to the tenant's webhooks.
+
+        Call this method before the job is queued.
+        """
         with reaching_redis():
             await notify_on_end(self._redis, record.job_id, "response", record.id, record.tenant, self._ttl_s)
 
     async def read(self, response_id: str, caller: Caller) -> ResponseRecord:
         """Return a record.
 
-        Raises ApiError (404) if it does not exist, has `store: false`, or belongs to another tenant. The same
-        error hides a record whose model the caller may not use.
+        Raises ApiError (404) if it does not exist, has `store: false`, or belongs to another tenant. The error is also
+        raised if the caller may not use the record's model.
         """
         if _ID.fullmatch(response_id):
             with reaching_redis():
@@ -85,7 +88,7 @@ class ResponseStore:
         raise not_found("response", response_id)
 
     async def has_context(self, key: str | None) -> bool:
-        """Return whether a job can continue the context of this key."""
+        """Return whether Redis still stores the context with this key, so that a job can continue it."""
         if key is None:
             return False
         with reaching_redis():
@@ -99,8 +102,8 @@ class ResponseStore:
     async def delete(self, record: ResponseRecord) -> None:
         """Delete all data of a response whose job has ended.
 
-        A job's result is stored in Celery's result backend shortly after the job ends. This method waits
-        for the result, so that no data remains.
+        A job's result is stored in Celery's result backend shortly after the job ends. This method waits for the result
+        so that no data remains.
         """
         deadline = time.monotonic() + RESULT_WAIT_S
         while time.monotonic() < deadline and not await self._has_result(record.job_id):
@@ -110,6 +113,6 @@ class ResponseStore:
         await self.withdraw(record)
 
     async def _has_result(self, job_id: str) -> bool:
-        """Return whether Celery's result backend contains a finished job's result, so that the job is complete."""
+        """Return whether a finished job's result is in Celery's result backend, which makes the job complete."""
         with reaching_redis():
             return await self._redis.zscore(due_key(), job_id) is None

@@ -1,4 +1,4 @@
-"""A gateway's delivery loop, which polls for due deliveries and makes a limited number of attempts at the same time."""
+"""The gateway's delivery loop, which polls for due deliveries and makes a limited number of concurrent attempts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ class Webhooks:
     """Delivers webhooks from `start` to `close`, in one event loop. Any number of gateways may share the work."""
 
     def __init__(self, redis: Redis, sender: Sender, timeout_s: float) -> None:
-        """Create a loop that is not started yet.
-
-        `timeout_s` limits each attempt. `close` also closes the Redis client.
-        """
+        """Create the loop without starting it. `timeout_s` limits each attempt. `close` also closes `redis`."""
         self._redis = redis
         self._sender = sender
         self._lease_s = timeout_s + LEASE_MARGIN_S
@@ -48,7 +45,7 @@ class Webhooks:
         self._loop = PollLoop("webhooks", self.poll)
 
     def start(self) -> None:
-        """Start delivering in the running event loop. Further calls change nothing."""
+        """Start delivering in the running event loop. Further calls have no effect."""
         self._loop.start()
 
     async def close(self) -> None:
@@ -66,7 +63,7 @@ class Webhooks:
     async def poll(self) -> bool:
         """Turn announced events into deliveries, and start as many attempts as allowed.
 
-        Return False if there was nothing to do. Raises RedisError.
+        Return False if no work was found. Raises RedisError.
         """
         announced = await self._ledger.announced()
         endpoints = await self._endpoints.all() if announced else []
@@ -84,7 +81,7 @@ class Webhooks:
         return bool(announced or taken)
 
     async def wait_for_attempts(self) -> None:
-        """Wait until no attempt is in progress."""
+        """Wait until no attempts are in progress."""
         while self._attempts:
             await asyncio.wait(self._attempts)
 
@@ -93,7 +90,9 @@ class Webhooks:
             with contextlib.suppress(RedisError):  # it is retried when the lease expires
                 await self._deliver(delivery)
         except Exception:
-            log.exception("webhook attempt failed", delivery=delivery.id, detail="unexpected error; retrying later")
+            log.exception(
+                "webhook attempt failed", delivery=delivery.id, detail="unexpected error; the delivery is retried later"
+            )
         finally:
             self._num_to[delivery.endpoint_id] -= 1
             self._num_to += Counter()  # removes the endpoints whose count is 0
@@ -106,7 +105,10 @@ class Webhooks:
         outcome = await self._sender.send(delivery, endpoint)
         if outcome.is_gone:
             log.warning(
-                "webhook endpoint disabled", endpoint=endpoint.id, status=410, detail="the endpoint gets no more events"
+                "webhook endpoint disabled",
+                endpoint=endpoint.id,
+                status=410,
+                detail="the endpoint receives no more events",
             )
             await self._endpoints.disable(endpoint)
         retry_in_s = None if outcome.is_gone else wait_after(delivery.attempts, outcome)
@@ -130,7 +132,7 @@ def wait_after(num_attempts: int, outcome: DeliveryOutcome) -> float | None:
 
 
 def webhooks_of(settings: Settings) -> Webhooks:
-    """Return the delivery loop for the Redis in the settings."""
+    """Return a delivery loop for the configured Redis."""
     timeout_s = settings.gateway_webhook_timeout_s
     sender = Sender(timeout_s, private=settings.gateway_webhook_private)
     redis = connect_async(settings.redis_url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S)

@@ -1,6 +1,6 @@
 """Record webhook deliveries in Redis.
 
-Deliveries are created from announced events, taken under a lease, and settled by the lease's holder.
+Each delivery is created from an announced event, leased by a gateway, and settled by the lease's holder.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Delivery:
 
 
 class DeliveryLedger:
-    """Creates, leases and settles deliveries. Every call is safe to repeat. Methods raise RedisError."""
+    """Creates, leases and settles deliveries. Every call can be repeated safely. Methods raise RedisError."""
 
     def __init__(self, redis: Redis, token: str) -> None:
-        """Create a ledger. `token` identifies this gateway in leases."""
+        """Create the ledger. `token` identifies this gateway in leases."""
         self._redis = redis
         self._token = token
         self._scripts = {name: redis.register_script(lua_source(__package__, name)) for name in SCRIPTS}
 
     async def announced(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return the announced events that have not become deliveries yet, oldest first."""
+        """Return the announced events that have not yet become deliveries, oldest first."""
         found: Any = await self._redis.xrange(webhook_events_key(), count=MAX_EVENTS)
         return list(found)
 
     async def spread(self, entry_id: bytes, fields: dict[bytes, bytes], endpoints: Sequence[Endpoint]) -> None:
-        """Replace an announced event with one delivery for each endpoint that subscribes to it."""
+        """Replace an announced event with one delivery for each subscribed endpoint."""
         try:
             event = announced(fields)
         except (ValueError, KeyError, TypeError) as error:  # written by another version
@@ -75,7 +75,7 @@ class DeliveryLedger:
         """Take up to `max_num` due deliveries, which no other gateway can take until the lease expires.
 
         `num_to` maps endpoints to the number of attempts in progress in this gateway. Including the newly taken
-        deliveries, no endpoint exceeds `max_per_endpoint`.
+        deliveries, no endpoint has more than `max_per_endpoint` attempts in progress.
         """
         in_progress = [part for pair in (num_to or {}).items() for part in pair]
         taken = await self._scripts["take"](
@@ -93,7 +93,7 @@ class DeliveryLedger:
         return [_delivery(delivery_id.decode(), fields) for delivery_id, fields in taken]
 
     async def settle(self, delivery: Delivery, retry_in_s: float | None = None) -> bool:
-        """End a delivery, or schedule its next attempt. Return False if another gateway now holds its lease."""
+        """End a delivery or schedule its next attempt. Return False if another gateway now holds its lease."""
         wait = "" if retry_in_s is None else f"{retry_in_s:.3f}"
         keys = [webhook_due_key(), webhook_delivery_key(delivery.id)]
         return bool(await self._scripts["settle"](keys=keys, args=[delivery.id, self._token, wait]))

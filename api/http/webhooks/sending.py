@@ -1,4 +1,7 @@
-"""Make one attempt to deliver a webhook: a POST to a public address. Only the status of the response matters."""
+"""Make one attempt to deliver a webhook with a POST request to a public address.
+
+Only the status of the response matters.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ _PORTS = {"https": 443, "http": 80}
 
 
 class AddressRefused(Exception):
-    """The URL of a webhook points to an address that webhooks may not call."""
+    """The webhook's URL points to an address that webhooks may not call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address to connect to. The host name is not resolved a second time."""
+    """The address to connect to, so that the host name is not resolved a second time."""
 
     address: str
     host: str
@@ -38,15 +41,16 @@ class Target:
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
-    """Return all addresses of a name. Raises OSError."""
+    """Return all addresses of a host name. Raises OSError."""
     found = await in_thread(NAMES, socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 async def target_of(url: str, *, private: bool = False, resolve: Resolver = resolve_host) -> Target:
-    """Resolve the URL of a webhook. Raises OSError if its host name has no address.
+    """Resolve a webhook's URL.
 
-    Raises AddressRefused if any of the addresses is not global, unless `private` allows it.
+    Raises OSError if its host name has no address. Raises AddressRefused if any of the addresses is not global, unless
+    `private` allows it.
     """
     parts = urlsplit(url)
     if parts.scheme != "https" and not private:
@@ -65,7 +69,7 @@ async def target_of(url: str, *, private: bool = False, resolve: Resolver = reso
 
 
 def is_global(address: str) -> bool:
-    """Return whether an address and all IPv4 addresses that it contains are global."""
+    """Return whether an address and all IPv4 addresses embedded in it are global."""
     found = ip_address(address.partition("%")[0])
     if found in _LOCAL_NAT64:
         return False
@@ -87,7 +91,7 @@ GONE = 410  # the endpoint rejects all further events, as Standard Webhooks defi
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """An attempt's outcome: the status, or the reason why there was no response."""
+    """An attempt's outcome, which is the response's status or the reason why there was no response."""
 
     status: int | None
     reason: str = ""
@@ -99,12 +103,12 @@ class DeliveryOutcome:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the endpoint rejects all further events."""
+        """Whether the endpoint's response rejects all further events."""
         return self.status == GONE
 
 
 def body_of(delivery: Delivery) -> bytes:
-    """Return the request body, which is the same in each attempt."""
+    """Return the request body, which is the same for each attempt."""
     value = {
         "id": delivery.event_id,
         "object": "event",
@@ -116,7 +120,7 @@ def body_of(delivery: Delivery) -> bytes:
 
 
 class Sender:
-    """Sends webhooks. It follows no redirects, uses no proxy, and reuses no connection."""
+    """Sends webhooks. It doesn't follow redirects, use proxies or reuse connections."""
 
     def __init__(
         self,
@@ -171,6 +175,6 @@ class Sender:
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Return how many seconds the endpoint asks the sender to wait before the next attempt. Dates are ignored."""
+    """Return the number of seconds to wait before the next attempt, as requested by the endpoint. Dates are ignored."""
     value = answer.headers.get("retry-after", "")
     return float(min(int(value), MAX_RETRY_AFTER_S)) if value.isdecimal() and len(value) < 10 else 0.0

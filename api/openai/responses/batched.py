@@ -1,4 +1,4 @@
-"""Convert requests of a batch for `/v1/responses` into chat parameters, and results into responses."""
+"""Convert a batch's requests for `/v1/responses` into chat parameters, and results into responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEEDS_A_GATEWAY = ("stream", "background", "previous_response_id")
 
 
 def params_of_line(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the chat, including its model. Raises InvalidJob."""
+    """Return the chat's parameters, including its model. Raises InvalidJob."""
     for name in _NEEDS_A_GATEWAY:
         if body.get(name):
             raise InvalidJob(f"{name} is {shorten(body[name])}, but bulk runs do not support it; leave it out")
@@ -34,9 +34,10 @@ def params_of_line(body: Mapping[str, Any]) -> dict[str, Any]:
 def response_of_line(
     line_id: str, body: Mapping[str, Any], params: Mapping[str, Any], result: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the response. `body` has the fields that the response repeats. No gateway stores the response.
+    """Return the response.
 
-    A bulk run does not know the defaults of the model, so the response shows those of jobs.
+    `body` contains the fields that the response repeats. The response is not stored by a gateway. Because a bulk run
+    has no access to the model's defaults, the response shows the job defaults instead.
     """
     record = ResponseRecord(
         id=f"resp_{line_id}",

@@ -1,4 +1,4 @@
-"""Convert bodies of `/v1/responses` into chat parameters and response fields. Functions raise InvalidJob."""
+"""Convert request bodies of `/v1/responses` into chat parameters and response fields. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
 def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the chat, except the messages, the model, and parameters that only the gateway uses."""
+    """Return the chat's parameters, except the messages, the model, and parameters that only the gateway uses."""
     for name, value in body.items():
         if name != "input":
             _check_json(name, value)
@@ -44,9 +44,9 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_fields(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a response that repeat values of the body, or the values that apply without them.
+    """Return the response fields that repeat values from the body, or their defaults if the body omits them.
 
-    `defaults` are the model's default sampling parameters.
+    `defaults` contains the model's default sampling parameters.
     """
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel, warnings = body.get("parallel_tool_calls"), warnings_of_tools(body)
@@ -79,12 +79,12 @@ def _first(*values: Any) -> Any:
 
 
 def instructions_of(body: Mapping[str, Any]) -> str | None:
-    """Return the system message for this request."""
+    """Return the request's system message."""
     return _text(body, "instructions")
 
 
 def includes_signatures(body: Mapping[str, Any]) -> bool:
-    """Return whether reasoning is returned with its signature, so that it can be sent back."""
+    """Return whether reasoning is returned with its signature so that clients can send it back."""
     return _ENCRYPTED in _include(body)
 
 
@@ -133,7 +133,7 @@ def metadata_of(given: Any) -> dict[str, str]:
 
 
 def _is_text(value: Any, max_chars: int) -> bool:
-    """Return whether the value is valid text that is short enough.
+    """Return whether the value is a valid text of at most the maximum length.
 
     JSON can contain half of a surrogate pair, but responses can't.
     """

@@ -1,7 +1,7 @@
 """Convert a job's journal into a response and its numbered events (docs/adr/020-responses.md).
 
-The conversion is pure: the same record and journal always produce the same events. `ResponseEvents` needs all events of
-a job in order, starting with the first.
+The conversion is pure, so the same record and journal always produce the same events. `ResponseEvents` needs all events
+of a job in order, starting with the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
 
 
 class ResponseEvents:
-    """Converts the events of a job into the events of its response, and keeps the state of the response."""
+    """Converts a job's events into its response's events, and keeps the response's state."""
 
     def __init__(self, record: ResponseRecord) -> None:
         self._record = record
@@ -47,7 +47,7 @@ class ResponseEvents:
         return self._numbered(events)
 
     def of(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Process the next event of the journal, and return the events of the response that it produces."""
+        """Process the next journal event, and return the response events that it produces."""
         kind = event["type"]
         if kind == "started":
             self._status = "in_progress"
@@ -65,7 +65,7 @@ class ResponseEvents:
         return self._numbered(self._failed(event)) if kind == "error" else []
 
     def response(self) -> dict[str, Any]:
-        """Return the response object as it is after the last processed event."""
+        """Return the response object in its state after the last processed event."""
         return {
             **self._record.shown,
             "id": self._record.id,
@@ -123,9 +123,9 @@ class ResponseEvents:
 
 
 def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return events that produce the same response as the expired events of the job.
+    """Return events that produce the same response as the job's expired events.
 
-    A result lacks two details: the number of reasoning tokens, and the place in the logprobs where the reasoning
+    A result lacks two details: the number of reasoning tokens, and the position in the logprobs at which the reasoning
     ends.
     """
     message = result["message"]
@@ -144,7 +144,7 @@ def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def usage_of(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
-    """Return the token counts of a job under the names of this API."""
+    """Return a job's token counts, using this API's names."""
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     return {
         "input_tokens": prompt,
@@ -160,7 +160,7 @@ def usage_of(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Open:
-    """The item that is being generated, which is reasoning, a message or a call."""
+    """The item that is currently being generated, which is reasoning, a message or a call."""
 
     kind: str  # reasoning, message or function_call
     item_id: str
@@ -202,7 +202,7 @@ class OutputItems:
         yield {"type": "response.output_text.delta", **common, "logprobs": logprobs}
 
     def close(self, *, is_complete: bool = True, signature: str = "") -> Iterator[dict[str, Any]]:
-        """Complete the open item, or mark it as incomplete."""
+        """Complete the open item or mark it as incomplete."""
         if (opened := self._open) is None:
             return
         self._open = None
@@ -229,13 +229,13 @@ class OutputItems:
         yield from self._done(opened.index, item)
 
     def empty_message(self) -> Iterator[dict[str, Any]]:
-        """Add a message without text, because the model generated no answer."""
+        """Add a message without text because the model did not generate an answer."""
         opened = self._open = self._opened("message")
         yield from self._added(opened)
         yield from self.close()
 
     def add_calls(self, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
-        """Add pieces of calls. The first piece of a call completes the item before it."""
+        """Add call pieces. The first piece of a call completes the item before the call."""
         for delta in deltas:
             if "id" in delta:
                 yield from self.close()

@@ -1,7 +1,4 @@
-"""Convert conversation items into chat messages, and into the item list format.
-
-Functions raise InvalidJob.
-"""
+"""Convert conversation items into chat messages and into the item list format. Functions raise InvalidJob."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
 
 
 def _check_ids(items: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidJob if an id is repeated, because each page of the list starts after an id."""
+    """Raise InvalidJob if an id is repeated. Ids must be unique because each page of the list starts after an id."""
     seen: set[str] = set()
     for item in items:
         if item["id"] in seen:
@@ -131,7 +128,7 @@ def _checked(where: str, text: str) -> str:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """Return the texts of a message's content, which is a text or a list of parts. Refusals are treated as text."""
+    """Return the texts in a message's content, which is a text or a list of parts. Refusals are treated as text."""
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):
@@ -151,10 +148,11 @@ def _part(where: str, part: Any) -> str:
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages. Consecutive reasoning, text and calls become one assistant message.
+    """Return a chat's messages.
 
-    Reasoning is sent without its signature, which is only valid for the original messages. The messages differ
-    here, because instructions apply to one response only.
+    Consecutive reasoning, text and calls become one assistant message. Reasoning is sent without its signature, which
+    is valid only for the original messages. The new messages differ from them because instructions apply to one
+    response only.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that the next item may extend
@@ -175,7 +173,7 @@ def _tool_result(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summary(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary as a user message, because a final assistant message would be continued."""
+    """Return the summary as a user message, because the model would continue a final assistant message."""
     summary = item["encrypted_content"].removeprefix(SUMMARY_PREFIX)
     return {"role": "user", "content": _SUMMARY_HEAD + summary}
 

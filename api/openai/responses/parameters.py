@@ -1,4 +1,4 @@
-"""Define how each parameter of `/v1/responses` is handled. Other parameters are job parameters, or unknown."""
+"""Define how each parameter of `/v1/responses` is handled. Parameters not listed here are job parameters or unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INCLUDABLE = (  # other values are ignored, because responses have no such items
     "reasoning.encrypted_content",
 )
 _SHARED = "prefixes are always shared"
-_USER = "the tenant identifies the user, except with `gateway_user_shares`"
+_USER = "users are identified by tenant unless `gateway_user_shares` is set"
 
 RULES: Mapping[str, ParameterRule] = {
     **{name: ParameterRule("unchanged") for name in ("model", "temperature", "top_p")},
@@ -24,7 +24,7 @@ RULES: Mapping[str, ParameterRule] = {
         "files are rejected",
         "messages",
     ),
-    "instructions": ParameterRule("mapped", "a system message, for this response only"),
+    "instructions": ParameterRule("mapped", "a system message for this response only"),
     "previous_response_id": ParameterRule("mapped", "continues the context of that response", "parent_key"),
     "max_output_tokens": ParameterRule("renamed", "default: the rest of the context", "max_tokens"),
     "tools": ParameterRule(
@@ -44,14 +44,14 @@ RULES: Mapping[str, ParameterRule] = {
         "`effort` works like `reasoning_effort` of chats; other members are ignored",
         "template_args",
     ),
-    "top_logprobs": ParameterRule("mapped", "number of alternatives per token, at most 20", "logprobs"),
+    "top_logprobs": ParameterRule("mapped", "number of alternatives per token, up to 20", "logprobs"),
     "include": ParameterRule("mapped", " and ".join(f"`{name}`" for name in INCLUDABLE) + "; other values are ignored"),
     "metadata": ParameterRule("mapped", "up to 16 strings, which the response repeats"),
     "store": ParameterRule("mapped", "default: true; if false, the response can't be retrieved by its id"),
     "background": ParameterRule("mapped", "continues if the client disconnects; requires `store`"),
     "stream": ParameterRule("mapped", "numbered server-sent events"),
     "stream_options": ParameterRule("ignored", "obfuscation is not available"),
-    "service_tier": ParameterRule("mapped", "same as for chats"),
+    "service_tier": ParameterRule("mapped", "same as in chats"),
     "prompt_cache_key": ParameterRule("ignored", _SHARED),
     "prompt_cache_options": ParameterRule("ignored", _SHARED),
     "prompt_cache_retention": ParameterRule("ignored", _SHARED),
@@ -73,7 +73,7 @@ RULES: Mapping[str, ParameterRule] = {
     "n_predict": ParameterRule("rejected", "use `max_output_tokens`"),
     "parent_key": ParameterRule("rejected", "use `previous_response_id`"),
     "cache_prompt": ParameterRule(
-        "rejected", "the context of a response is always cached, so that it can be continued", harmless=(True,)
+        "rejected", "a response's context is always cached so that it can be continued", harmless=(True,)
     ),
     "priority": ParameterRule("rejected", "use `service_tier`"),
     "cache_scope": ParameterRule("rejected", "use `cache_salt`"),

@@ -1,4 +1,4 @@
-"""The record of a response, which is stored when the response is created and never changes."""
+"""A response's record, which is stored when the response is created and never changes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """The stored record of a response. Tenants other than `tenant` get 404 for its id.
+    """The stored record of a response.
 
-    `items` are the items of the body's `input`. `params` are the job's parameters, except the messages and the
-    model.
-
-    If there is a `parent_key`, the job continues the context of this key with the items. Otherwise the whole
-    conversation is built from the records of `previous` and its predecessors.
+    For tenants other than `tenant`, requests with its id return 404. `items` contains the items in the body's `input`.
+    `params` contains the job's parameters, except the messages and the model. If there is a `parent_key`, the job
+    appends the items to the context with this key. Otherwise, the whole conversation is built from the records of
+    `previous` and its predecessors.
     """
 
     id: str
@@ -38,6 +37,6 @@ class ResponseRecord:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> ResponseRecord:
-        """Return the record that `to_json` wrote. Fields that newer gateways have added are ignored."""
+        """Return the record from JSON written by `to_json`. Fields that newer gateways have added are ignored."""
         fields = json.loads(text)
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

@@ -1,4 +1,4 @@
-"""The shapes of `/v1/responses`: its mapped parameters, the response object, and the events of its stream."""
+"""The shapes for `/v1/responses`: its mapped parameters, the response object, and the stream's events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InputMessage(TypedDict):
 
 
 class InputFunctionCall(TypedDict):
-    """A tool call from the model that the client sends back."""
+    """A tool call by the model that the client sends back."""
 
     type: Literal["function_call"]
     id: NotRequired[str]
@@ -58,7 +58,7 @@ class InputFunctionCall(TypedDict):
 
 
 class InputFunctionOutput(TypedDict):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     id: NotRequired[str]
@@ -88,14 +88,14 @@ class SchemaTextFormat(TypedDict):
 
 
 class ResponseTextOptions(TypedDict, total=False):
-    """The format of the text. `verbosity` is ignored."""
+    """The text format. `verbosity` is ignored."""
 
     format: TextFormat | JsonObjectFormat | SchemaTextFormat | None
     verbosity: str | None
 
 
 class ReasoningOptions(TypedDict, total=False):
-    """The effort for the chat template. `none` disables thinking, and `low` and higher efforts enable it."""
+    """The reasoning effort for the chat template. `none` disables reasoning, and `low` and higher efforts enable it."""
 
     effort: str | None
     summary: str | None
@@ -121,7 +121,7 @@ class ResponseNamespaceTool(TypedDict):
 
 
 class ResponseNamedTool(TypedDict):
-    """A tool, named by its function."""
+    """A tool, identified by its function's name."""
 
     type: Literal["function"]
     name: str
@@ -129,7 +129,7 @@ class ResponseNamedTool(TypedDict):
 
 
 class ResponseAllowedTools(TypedDict):
-    """A choice of several tools."""
+    """A tool choice that allows several tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -196,7 +196,7 @@ class MessageItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A tool call from the model. `arguments` is a JSON object as text."""
+    """A tool call by the model. `arguments` is a JSON object as text."""
 
     id: str
     type: Literal["function_call"]
@@ -219,7 +219,7 @@ OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class StoredPart(TypedDict):
-    """A part of a stored item."""
+    """One part of a stored item."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
@@ -227,7 +227,7 @@ class StoredPart(TypedDict):
 
 
 class StoredInputItem(TypedDict):
-    """An item of the input, as it was stored. Its members depend on its type."""
+    """An input item as it was stored. Its members depend on its type."""
 
     id: str
     type: Literal["message", "function_call", "function_call_output", "reasoning"]
@@ -244,7 +244,7 @@ class StoredInputItem(TypedDict):
 
 
 class InputItemList(TypedDict):
-    """A page of the items of an input."""
+    """A page of a response's input items."""
 
     object: Literal["list"]
     data: list[StoredInputItem]
@@ -260,13 +260,13 @@ class ReasoningTokens(TypedDict):
 
 
 class InputTokensDetails(CachedTokens):
-    """Details about the prompt's tokens."""
+    """Details about the prompt tokens."""
 
     cache_write_tokens: int
 
 
 class ResponseUsage(TypedDict):
-    """Token counts."""
+    """The token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -276,14 +276,14 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseFailure(TypedDict):
-    """The error of a response that failed. Its message starts with the error code of the job."""
+    """The error of a failed response. The message starts with the job's error code."""
 
     code: Literal["server_error", "invalid_prompt"]
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """The reason why a response is incomplete."""
+    """Details about why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
@@ -296,13 +296,13 @@ class ReportedReasoning(TypedDict):
 
 
 class ReportedText(TypedDict):
-    """The format of the text that the request has chosen."""
+    """The text format chosen in the request."""
 
     format: dict[str, Any]
 
 
 class ReportedTool(TypedDict):
-    """A function of the request."""
+    """A function defined in the request."""
 
     type: Literal["function"]
     name: str
@@ -312,7 +312,7 @@ class ReportedTool(TypedDict):
 
 
 class ReportedNamespace(TypedDict):
-    """A namespace of the request, with its functions."""
+    """A namespace defined in the request, with its functions."""
 
     type: Literal["namespace"]
     name: str
@@ -321,7 +321,7 @@ class ReportedNamespace(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """A response, with the values of its request."""
+    """A response, including values from its request."""
 
     id: str
     object: Literal["response"]
@@ -370,7 +370,7 @@ class DeletedResponse(TypedDict):
 
 
 class ResponseStateEvent(TypedDict):
-    """The response has reached a status."""
+    """The event for a response that has reached a new status."""
 
     type: Literal[
         "response.created",
@@ -403,7 +403,7 @@ class ResponseInputTokens(TypedDict):
 
 
 class OutputItemEvent(TypedDict):
-    """An item was added, or is complete."""
+    """The event for an item that was added or completed."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -412,7 +412,7 @@ class OutputItemEvent(TypedDict):
 
 
 class ContentPartEvent(TypedDict):
-    """A part of an item was added, or is complete."""
+    """The event for an item part that was added or completed."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     item_id: str
@@ -423,7 +423,7 @@ class ContentPartEvent(TypedDict):
 
 
 class OutputTextDeltaEvent(TypedDict):
-    """Text of the answer."""
+    """A piece of the answer's text."""
 
     type: Literal["response.output_text.delta"]
     item_id: str
@@ -435,7 +435,7 @@ class OutputTextDeltaEvent(TypedDict):
 
 
 class OutputTextDoneEvent(TypedDict):
-    """The whole text of the answer."""
+    """The answer's complete text."""
 
     type: Literal["response.output_text.done"]
     item_id: str
@@ -447,7 +447,7 @@ class OutputTextDoneEvent(TypedDict):
 
 
 class ReasoningDeltaEvent(TypedDict):
-    """Text of the reasoning."""
+    """A piece of the reasoning text."""
 
     type: Literal["response.reasoning_text.delta"]
     item_id: str
@@ -458,7 +458,7 @@ class ReasoningDeltaEvent(TypedDict):
 
 
 class ReasoningDoneEvent(TypedDict):
-    """The whole text of the reasoning."""
+    """The complete reasoning text."""
 
     type: Literal["response.reasoning_text.done"]
     item_id: str
@@ -469,7 +469,7 @@ class ReasoningDoneEvent(TypedDict):
 
 
 class ArgumentsDeltaEvent(TypedDict):
-    """Text of a call's arguments."""
+    """A piece of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     item_id: str
@@ -479,7 +479,7 @@ class ArgumentsDeltaEvent(TypedDict):
 
 
 class ArgumentsDoneEvent(TypedDict):
-    """The whole text of a call's arguments."""
+    """The complete arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
     item_id: str

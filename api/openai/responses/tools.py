@@ -1,7 +1,8 @@
 """Convert a body's tools into functions, including the functions in tools of type `namespace`.
 
-A template knows only functions, so a function in a namespace is offered to the model as `NAMESPACE__NAME`. Clients
-receive its calls, and send them back, with the two parts as `namespace` and `name`. Functions raise InvalidJob.
+Chat templates support only functions, so a function in a namespace is offered to the model as `NAMESPACE__NAME`. When
+clients receive calls of this function and send them back, the two parts are in `namespace` and `name`. Functions raise
+InvalidJob.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MEMBERS = ("name", "description", "parameters", "strict")
 
 
 def function_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a function."""
+    """Return the function name that the model uses."""
     if not namespace:
         return name
     joined = f"{namespace}{SEPARATOR}{name}"
@@ -31,7 +32,7 @@ def function_name(namespace: str | None, name: str) -> str:
 
 
 def named_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the name of a function that a `tool_choice` names, as chats expect it."""
+    """Return the name of the function in a `tool_choice`, in the format that chats expect."""
     name, namespace = tool.get("name"), tool.get("namespace")
     if isinstance(name, str) and isinstance(namespace, str):
         return {"name": function_name(namespace, name)}
@@ -39,7 +40,7 @@ def named_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def functions_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions of a body's tools, as chats expect them."""
+    """Return the functions in a body's tools, in the format that chats expect."""
     return [
         {
             "type": "function",
@@ -53,7 +54,7 @@ def functions_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def shown_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools that a response repeats. Skipped tools are omitted."""
+    """Return the tools that a response repeats, without skipped tools."""
     return [
         {
             "type": "namespace",
@@ -69,7 +70,7 @@ def shown_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def warnings_of_tools(body: Mapping[str, Any]) -> list[str]:
-    """Return a warning for each type of skipped tool."""
+    """Return one warning for each type of skipped tools."""
     inner = (tool for namespace in _tools(body) if _is_namespace(namespace) for tool in namespace["tools"])
     skipped = [
         str(tool.get("type")) for tool in [*_tools(body), *inner] if not (_is_function(tool) or _is_namespace(tool))
@@ -82,9 +83,9 @@ def warnings_of_tools(body: Mapping[str, Any]) -> list[str]:
 
 
 def names_of(shown: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return `namespace` and `name` of each function in a namespace, keyed by the name that the model uses.
+    """Return the `namespace` and `name` of each function in a namespace, keyed by the name that the model uses.
 
-    `shown` are the tools that a response repeats.
+    `shown` contains the tools that a response repeats.
     """
     return {
         function_name(tool["name"], inner["name"]): {"namespace": tool["name"], "name": inner["name"]}

@@ -1,1 +1,1 @@
-"""Benchmarks of one engine without the queue: rate, latency, cache and batch strategies."""
+"""Benchmarks of a single engine without the queue, which measure its rate, latency, cache and batch strategies."""

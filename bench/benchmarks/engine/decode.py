@@ -1,4 +1,4 @@
-"""Compare the engine's decode rate with its upper limit: llama-batched-bench, which only decodes."""
+"""Compare the engine's decode rate with the rate of llama-batched-bench, which only decodes and is an upper limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cellama.bench.peers.programs import BATCHED_BENCH, batched_bench, program
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 32, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens to generate per slot")
+    parser.add_argument("--prompt", type=int, default=128, help="number of tokens per prompt")
+    parser.add_argument("--new", type=int, default=64, help="number of tokens to generate per slot")
     parser.add_argument("--rounds", type=int, default=3)
 
 

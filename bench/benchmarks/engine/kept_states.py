@@ -1,9 +1,9 @@
 """Measure the benefit of KV states on disk, and their cost for other requests (docs/adr/014-kept-states.md).
 
-`first` measures the time to the first token of a long prompt: without a state, with a state in RAM, after a restart of
-the engine, and in another engine. `chats` runs conversations of four turns with and without a cache directory, and with
-llama-server. RAM holds the states of only a tenth of them. `gaps` measures the gaps between a stream's tokens while 1
-GB of states is written. `load` measures the throughput of requests that share no prefix.
+`first` measures the time to the first token of a long prompt without a state, with a state in RAM, after an engine
+restart, and in a second engine. `chats` runs four-turn conversations with and without a cache directory, and with
+llama-server. RAM holds the states of only a tenth of the conversations. `gaps` measures the gaps between a stream's
+tokens while 1 GB of states is written. `load` measures the throughput of requests without shared prefixes.
 """
 
 from __future__ import annotations
@@ -61,21 +61,26 @@ RATE = "rate without sharing, folder over none"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--prompt", type=int, default=1900, help="tokens per long prompt")
+    parser.add_argument("--prompt", type=int, default=1900, help="number of tokens per long prompt")
     parser.add_argument("--samples", type=int, default=3, help="number of long prompts per tier")
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--in-ram", type=int, default=20, help="number of conversations whose states fit into RAM")
-    parser.add_argument("--opening", type=int, default=160, help="tokens in the first prompt of a conversation")
-    parser.add_argument("--message", type=int, default=32, help="tokens per later message")
-    parser.add_argument("--new", type=int, default=4, help="tokens per answer")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=6.0, help="turns that arrive per second")
     parser.add_argument(
-        "--states", type=int, default=24, help="number of long prompts whose states are written during a stream"
+        "--opening", type=int, default=160, help="number of tokens in the first prompt of a conversation"
+    )
+    parser.add_argument("--message", type=int, default=32, help="number of tokens per later message")
+    parser.add_argument("--new", type=int, default=4, help="number of tokens per answer")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=6.0, help="number of turns that arrive per second")
+    parser.add_argument(
+        "--states",
+        type=int,
+        default=24,
+        help="number of long prompts whose states are written while a stream is running",
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of streaming before and after the writes")
     parser.add_argument("--requests", type=int, default=32, help="number of requests without shared prefixes")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the parts `gaps` and `load`")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the `gaps` and `load` parts")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -94,7 +99,10 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _first(path: Path, args: argparse.Namespace) -> Report:
-    """Return the medians of several prompts. All engines have one slot, so that saved states are in RAM or on disk."""
+    """Return the median times of several prompts.
+
+    All engines have only one slot, so the states of earlier prompts are in RAM or on disk.
+    """
     prompts = random_prompts(args.samples, args.prompt, seed=args.seed)
     found: dict[str, list[Completion]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +159,7 @@ def _first_row(way: str, each: Sequence[Completion]) -> dict[str, Any]:
 
 
 def _forget_pages(folder: Path) -> None:
-    """Drop the pages of these files from the system's cache."""
+    """Drop these files from the system's page cache."""
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -174,10 +182,10 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 
 
 def _chats(path: Path, args: argparse.Namespace) -> Report:
-    """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
+    """Run conversations whose turns arrive at a steady rate, first all first turns, then all second turns, and so on.
 
-    The state of a conversation is therefore the least recently used one when it is needed. The RAM limit is the same
-    for all variants.
+    Therefore, when a conversation's state is needed, it is always the least recently used state. The RAM limit is the
+    same for all variants.
     """
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
@@ -196,14 +204,14 @@ def _chats(path: Path, args: argparse.Namespace) -> Report:
 
 
 def _state_bytes(path: Path, num_tokens: int) -> int:
-    """Return the size in bytes of a state with this number of tokens."""
+    """Return the size in bytes of a state with `num_tokens` tokens."""
     with loaded(path, n_parallel=1, ctx_per_slot=num_tokens) as model:
         run_all(model, random_prompts(1, num_tokens - 1), 1)
         return int(model.engine._core.scheduler.cache.memory.state_bytes(0))
 
 
 def _ways(path: Path, args: argparse.Namespace, size: int, ram_mib: int) -> Iterator[tuple[str, Ask]]:
-    """Yield the name of each variant and its function that runs a turn, while its server is running."""
+    """Yield each variant's name and a function that runs a turn, while the variant's engine or server is running."""
     for way in (FOLDER, RAM_ONLY):
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {"n_parallel": CHAT_SLOTS, "ctx_per_slot": size, "cache_ram_bytes": ram_mib * MIB}
@@ -226,7 +234,10 @@ def _ask_server(server: LlamaServer, name: str, tokens: Sequence[int], num_new: 
 
 
 def _talk(ask: Ask, args: argparse.Namespace) -> tuple[list[Turn], float]:
-    """Run all turns, and return their results and the elapsed seconds. A turn waits for the previous one to finish."""
+    """Run all turns, and return their results and the elapsed seconds.
+
+    Each turn waits for the conversation's previous turn to finish.
+    """
     contexts = random_prompts(args.conversations, args.opening, seed=args.seed)
     messages = random_prompts(args.conversations * args.turns, args.message, seed=args.seed + 1)
     locks = [threading.Lock() for _ in contexts]
@@ -287,7 +298,7 @@ class TimedStream:
             self._changed.notify()
 
     def wait_for(self, count: int) -> None:
-        """Wait until the request has generated this number of tokens or has finished."""
+        """Wait until the request has generated `count` tokens or has finished."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.times) >= count or self.handle.done)
 
@@ -297,7 +308,7 @@ class TimedStream:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b > since and a < until]
 
     def gaps_alone_ms(self, seconds: float) -> list[float]:
-        """Run the stream for these seconds without other work, and return its gaps."""
+        """Let the stream run alone for `seconds`, and return its gaps."""
         started = time.monotonic()
         while time.monotonic() < started + seconds and not self.handle.done:
             self.wait_for(len(self.times) + 1)
@@ -305,7 +316,10 @@ class TimedStream:
 
 
 def _gaps(path: Path, args: argparse.Namespace) -> Report:
-    """Measure gaps while states are written. The states come from slots in the first round, and from RAM later."""
+    """Measure gaps while states are written.
+
+    The states are written from slots in the first round, and from RAM in later rounds.
+    """
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {"cache_dir": folder, "cache_ram_bytes": 8 << 30, "n_parallel": args.states + 2}
@@ -358,7 +372,7 @@ def _gaps_row(model: Model, args: argparse.Namespace, number: int) -> dict[str, 
 
 
 def _fill(model: Model, args: argparse.Namespace) -> None:
-    """Fill idle slots with states that share all tokens except their ends, so that they are computed quickly."""
+    """Fill idle slots with states that differ only in their last tokens and can therefore be computed quickly."""
     prompts = random_prompts(args.states, args.prompt, shared=args.prompt - TAIL, seed=args.seed)
     for part in (prompts[:1], prompts[1:]):
         requests = [Request(str(i), tuple(prompt), GREEDY, max_tokens=1) for i, prompt in enumerate(part)]
@@ -370,7 +384,7 @@ def _fill(model: Model, args: argparse.Namespace) -> None:
 
 
 def _load(path: Path, args: argparse.Namespace) -> Report:
-    """Measure requests without shared prefixes, alternating with and without a cache directory."""
+    """Measure requests without shared prefixes, alternating between runs with and without a cache directory."""
     rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
         prompts = random_prompts(args.requests, LOAD_PROMPT, seed=args.seed + 1 + number)

@@ -1,4 +1,4 @@
-"""Draw prompts from a seed. Their continuations are predictable to different degrees."""
+"""Draw prompts whose continuations are predictable to different degrees."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMA = {
 
 
 class PredictableWork(NamedTuple):
-    """Prompts, and the parameters for generating their continuations."""
+    """Prompts and the parameters for generating their continuations."""
 
     prompts: list[list[int]]
     num_new: int
@@ -42,7 +42,7 @@ class PredictableWork(NamedTuple):
 def copying(count: int) -> list[str]:
     """Return prompts that repeat the opening of a story, repeat it with a different name, or quote one of two stories.
 
-    The bundled model was trained on these stories, so it really copies from the prompt.
+    The bundled model was trained on these stories, so it does copy from the prompt.
     """
     told = [(animal, name, plot.names) for animal, plot in PLOTS.items() for name in plot.names]
     texts = []
@@ -60,7 +60,7 @@ def copying(count: int) -> list[str]:
 
 
 def stories(count: int) -> list[str]:
-    """Return openings of stories. A small model that knows the stories can predict the continuations."""
+    """Return story openings. A small model that was trained on the stories can predict the continuations."""
     told = [(animal, name) for animal, plot in PLOTS.items() for name in plot.names]
     return [_opening(*told[at % len(told)]) for at in range(count)]
 
@@ -94,7 +94,7 @@ def _forced(model: Model, count: int, streams: int) -> PredictableWork:
 
 
 def _unpredictable(model: Model, count: int, streams: int) -> PredictableWork:
-    """Return work that samples from the whole vocabulary. The model should have random weights."""
+    """Return work that samples from the whole vocabulary, for models with random weights."""
     sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
     return PredictableWork(random_prompts(count, 16, seed=streams), NUM_NEW[streams], {"sampling": sampling})
 

@@ -1,7 +1,8 @@
-"""Measure the time to first token in four-turn chats with the cache on and off. There are more chats than slots.
+"""Measure the time to first token in four-turn chats with the cache enabled and disabled.
 
-llama-server, which also keeps prompts in RAM, gets the same chats. Times are measured from submission. All
-conversations run concurrently, and each turn starts when the previous one has finished.
+The number of chats exceeds the number of slots. llama-server, which also keeps prompts in RAM, receives the same chats.
+Times are measured from submission. All conversations run concurrently, and each turn starts when the previous one has
+finished.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--system", type=int, default=256, help="tokens in the shared system prompt")
-    parser.add_argument("--message", type=int, default=64, help="tokens per user message")
-    parser.add_argument("--new", type=int, default=32, help="tokens per answer")
+    parser.add_argument("--system", type=int, default=256, help="number of tokens in the shared system prompt")
+    parser.add_argument("--message", type=int, default=64, help="number of tokens per user message")
+    parser.add_argument("--new", type=int, default=32, help="number of tokens per answer")
     parser.add_argument("--think", type=float, default=2.0, help="seconds between an answer and the next message")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -83,7 +84,7 @@ def _ask_server(
 
 
 def talk(ask: Ask, args: argparse.Namespace) -> list[float]:
-    """Return the time to first token of every turn in milliseconds."""
+    """Return the time to first token of each turn in milliseconds."""
     openings = random_prompts(args.conversations, args.system + args.message, shared=args.system, seed=args.seed)
     messages = random_prompts(args.conversations * args.turns, args.message, seed=args.seed + 1)
     times: list[float] = []

@@ -1,7 +1,7 @@
 """Measure single requests: the time to first token for several prompt lengths, and the decode rate.
 
-Requests to the engine alternate with requests to a llama-server that has one slot. The caller measures both. It calls
-the engine directly, and the server over HTTP.
+Requests to the engine alternate with requests to a llama-server that has one slot. The client measures all times. The
+client calls the engine directly, and the server over HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cellama.engine import Completion
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[16, 128, 512, 1024], help="prompt lengths in tokens")
-    parser.add_argument("--new", type=int, default=64, help="tokens to generate per request")
+    parser.add_argument("--new", type=int, default=64, help="number of tokens to generate per request")
     parser.add_argument("--samples", type=int, default=3)
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
-    """Return three medians: milliseconds to the first token, tokens per second after it, and milliseconds in total."""
+    """Return the median milliseconds to the first token, tokens per second after it, and milliseconds in total."""
     times = [completion.timings for completion in done]
     return (
         median(one.ttft_ms or 0.0 for one in times),
@@ -53,7 +53,7 @@ def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
 
 
 def _of_server(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """Return the same medians for llama-server."""
+    """Return the same three medians for llama-server."""
     rate = median(reply.generation_rate for reply in replies)
     return median(reply.ttft_s for reply in replies) * 1e3, rate, median(reply.total_s for reply in replies) * 1e3
 
@@ -64,7 +64,7 @@ def _row(who: str, length: int, ttft_ms: float, rate: float, total_ms: float) ->
 
 
 def _ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Return the ratios of llama-server's times to cellama's, and of cellama's rate to the server's."""
+    """Return the ratios of llama-server's times to cellama's times, and of cellama's rate to llama-server's rate."""
     name = f"{ours['prompt']} tokens: "
     return {
         name + "first token, llama-server over ours": theirs["ttft ms"] / ours["ttft ms"],

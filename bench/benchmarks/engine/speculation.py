@@ -1,4 +1,4 @@
-"""Compare decoding with and without speculation, and with llama-server, by kind of work and number of streams."""
+"""Compare decoding with and without speculation, and with llama-server, for several kinds of work and stream counts."""
 
 from __future__ import annotations
 
@@ -64,9 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64], choices=list(NUM_NEW))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--server-streams", type=int, nargs="*", default=[1, 4, 16], help="stream counts for llama-server"
+        "--server-streams",
+        type=int,
+        nargs="*",
+        default=[1, 4, 16],
+        help="numbers of streams to measure with llama-server",
     )
-    parser.add_argument("--new", type=int, default=None, help="tokens per request (default: depends on the kind)")
+    parser.add_argument(
+        "--new", type=int, default=None, help="number of tokens per request (default: depends on the kind)"
+    )
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -124,14 +130,14 @@ def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Pr
 
 
 def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
-    """Return the prompts of a run: one for each stream, or three consecutive prompts if there is only one stream."""
+    """Return the prompts of a run, which are one per stream, or three consecutive prompts for a single stream."""
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]
 
 
 def _run(model: Model, work: PredictableWork, streams: int, scope: str) -> WorkRun:
-    """Run the work in a separate scope, without cached prefixes of earlier runs."""
+    """Run the work in a separate scope, so that it can't use cached prefixes from earlier runs."""
     groups: list[Together] = []
     for prompts in _groups(work, streams):
         params = {"max_tokens": work.num_new, "ignore_eos": True, **work.params, "cache_scope": scope}
@@ -146,7 +152,7 @@ def _run(model: Model, work: PredictableWork, streams: int, scope: str) -> WorkR
 
 
 def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the tokens per second of llama-server without speculation and with each of its methods."""
+    """Return llama-server's tokens per second without speculation and with each of its speculation methods."""
     if name not in PEERS or streams not in args.server_streams or not program(LLAMA_SERVER):
         return {}
     with loaded(path, n_parallel=1, ctx_per_slot=CONTEXT) as model:
@@ -161,7 +167,7 @@ def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> di
 
 
 def _ask(peer: LlamaServer, work: PredictableWork, streams: int) -> float:
-    """Return the tokens per second after every stream's first token. Prompts are prefilled again, as in cellama."""
+    """Return the tokens per second after each stream's first token. Prompts are prefilled anew, as in cellama."""
     seconds, num_tokens = 0.0, 0.0
     for prompts in _groups(work, streams):
         with ThreadPoolExecutor(len(prompts)) as threads:
@@ -177,6 +183,9 @@ def _timed(peer: LlamaServer, prompt: Sequence[int], num_new: int) -> tuple[floa
 
 
 def _share_after(asked: float, reply: Reply, began: float) -> float:
-    """Estimate how many tokens of a reply arrived after `began`, because a piece of text can contain several tokens."""
+    """Estimate the number of a reply's tokens that arrived after `began`.
+
+    A piece of text may contain several tokens.
+    """
     pieces = [asked + at > began for at in reply.pieces_s]
     return reply.num_tokens * sum(pieces) / max(1, len(pieces))

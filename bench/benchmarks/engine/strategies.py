@@ -1,7 +1,8 @@
-"""Compare the batch strategies by time to first token, gaps and rate. Requests have mixed lengths and are sent at once.
+"""Compare the batch strategies by time to first token, gaps and rate.
 
-llama-server, which has a single batch strategy and no priorities, gets the same requests and the same number of slots.
-The steps are also simulated with computed costs, because a machine's noise is larger than the differences in rate.
+Requests have mixed lengths and are all sent at the same time. llama-server, which has a single batch strategy and no
+priorities, receives the same requests and has the same number of slots. The steps are also simulated with calculated
+costs, because the measurement noise exceeds the differences in rate.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CAVEATS = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for all lengths")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor by which all lengths are multiplied")
     parser.add_argument("--classes", nargs="+", choices=list(CLASSES), default=list(CLASSES))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return ratios between the results of the strategies, and the target for each ratio."""
+    """Return the ratios between the strategies' results, and the target for each ratio."""
     maximal, balanced, prefill, adaptive = (found[strategy] for strategy in STRATEGIES)
     ratios = {
         "gaps p95, decode_maximal over the shortest other": maximal[GAP] / min(balanced[GAP], prefill[GAP]),
@@ -88,9 +89,9 @@ def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float],
 
 
 def over_server(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return, for each figure, the ratio of our best value to llama-server's value, which is in the last row.
+    """Return the ratio of cellama's best value to llama-server's value for each figure.
 
-    A ratio above 1 means that cellama is better.
+    llama-server's values are in the last row. A ratio above 1 means that cellama is better.
     """
     *ours, server = rows
     return {
@@ -143,7 +144,7 @@ def _figures(rate: float, ttft_ms: Sequence[float], gaps_ms: Sequence[float]) ->
 
 
 class _Gaps:
-    """Records the milliseconds between the pieces of text of one request."""
+    """Records the milliseconds between one request's pieces of text."""
 
     def __init__(self, gaps_ms: list[float]) -> None:
         self._gaps_ms, self._last = gaps_ms, 0.0

@@ -1,8 +1,8 @@
-"""Measure tokenizing alone, in several threads, and during generation, for growing numbers of callers.
+"""Measure tokenization alone, in several threads, and during generation, for increasing numbers of callers.
 
-Callers with text tokenize in their own threads while the engine computes. Callers with tokens have tokenized their
-prompts beforehand. Both kinds alternate with llama-server over HTTP, so the noise of the machine affects all of them
-equally.
+Callers that send text tokenize it in their own threads while the engine computes. Callers that send tokens have
+tokenized their prompts beforehand. Both kinds of calls alternate with calls to llama-server over HTTP, so noise affects
+all of them equally.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ TOKENS_PER_WORD = 7  # upper limit for the words that this benchmark makes up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", type=int, default=256, help="words per prompt")
-    parser.add_argument("--repeats", type=int, default=200, help="number of calls that only tokenize")
+    parser.add_argument("--prompt", type=int, default=256, help="number of words per prompt")
+    parser.add_argument("--repeats", type=int, default=200, help="number of tokenize-only calls")
     parser.add_argument("--threads", type=int, default=2, help="number of callers that tokenize concurrently")
     parser.add_argument(
-        "--callers", type=int, nargs="+", default=[1, 4, 8], help="numbers of callers that generate concurrently"
+        "--callers",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8],
+        help="numbers of concurrently generating callers to measure",
     )
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--new", type=int, default=8, help="tokens to generate per call")
+    parser.add_argument("--new", type=int, default=8, help="number of tokens to generate per call")
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
-        help="number of rounds, in which each caller sends text and tokens once",
+        help="number of rounds; each caller sends text and tokens once per round",
     )
 
 
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
 def _ways(
     model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
 ) -> dict[tuple[str, str], Call]:
-    """Return, for each server and kind of input, a function that generates text."""
+    """Return a function that generates text for each server and kind of input."""
     once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
     ways: dict[tuple[str, str], Call] = {
         (OURS, TEXT): lambda: model.engine.generate(text, **once),
@@ -86,7 +90,7 @@ def _ways(
 
 
 def _side_by_side(ways: dict[tuple[str, str], Call], callers: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Call the functions in turn, and return the milliseconds that each call took."""
+    """Call the functions in turn, and return the duration of each call in milliseconds."""
     times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, call in ways.items():
@@ -111,7 +115,7 @@ def _row(callers: int, who: str, given: str, ms: list[float]) -> dict[str, Any]:
 
 
 def _in_threads(call: Call, num_threads: int, repeats: int) -> list[float]:
-    """Return the milliseconds of each call when `num_threads` threads call concurrently."""
+    """Return the duration of each call in milliseconds while `num_threads` threads call concurrently."""
     times: list[float] = []
     together = threading.Barrier(num_threads)
 

@@ -1,1 +1,1 @@
-"""Benchmarks of faults: killed workers, Redis restarts, hostile payloads, and their effects on jobs."""
+"""Benchmarks that measure how killed workers, Redis restarts and hostile payloads affect jobs."""

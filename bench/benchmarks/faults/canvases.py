@@ -1,9 +1,9 @@
-"""Run canvases while workers are killed. Each job must end once, each next step run, and each chord complete.
+"""Run canvases while workers are killed. Each job must end once, each next step must run, and each chord must complete.
 
-Next steps belong to another app, whose worker is not killed, and they count their runs. Celery sends a next step at
-least once. If a worker dies after it sent the step and before it settled the job's message, another worker sends the
-step again. Steps that run twice for this reason are counted and reported. A step that never runs is an error, and so is
-a chord whose body does not run exactly once.
+Next steps belong to another app, whose worker is not killed. Each next step counts its runs. Celery sends a next step
+at least once. If a worker dies after sending the step but before settling the job's message, another worker sends the
+step again. Steps that run twice for this reason are counted and reported. A step that never runs is an error. A chord
+whose body does not run exactly once is also an error.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Canvas:
     point: str = ""  # where a worker dies
 
     def marked_id(self) -> str:
-        """Return the id of the job that brings a worker to the point where it dies."""
+        """Return the id of the job during which a worker dies."""
         if self.point in ("claimed", "called") or (self.kind, self.point) == ("broken chord", "failing"):
             return self.chord_body
         return (self.failing or self.jobs)[0]
@@ -111,7 +111,7 @@ class Builder:
         self._number = 0
 
     def build(self, number: int, kind: str, point: str, again: int = 0) -> Canvas:
-        """Return a canvas whose worker dies at the point, if one is given. `again` makes the names of steps unique."""
+        """Return a canvas whose worker dies at `point`, if a point is set. `again` makes the names of steps unique."""
         self._number = number
         canvas: Canvas = getattr(self, f"_{kind.replace(' ', '_')}")(kind, f"{number} {kind} {point} {again}")
         canvas.number, canvas.point = number, point
@@ -158,7 +158,7 @@ class Builder:
         return Canvas(kind, name, sends, jobs, steps={name: 1}, results=[last.id])
 
     def _broken_chain(self, kind: str, name: str) -> Canvas:
-        """Return a chain whose first job fails. The others never run and count as failed."""
+        """Return a chain whose first job fails. The other jobs never run and count as failed."""
         from .steps_app import after_failure, after_job
 
         failing: list[str] = []
@@ -189,7 +189,7 @@ class Builder:
         )
 
     def _broken_chord(self, kind: str, name: str) -> Canvas:
-        """Return a chord with a failing part. The body never runs, but its errback does."""
+        """Return a chord with a failing part. The chord's body never runs, but its errback does."""
         from .steps_app import after_failure, after_parts
 
         jobs: list[str] = []
@@ -220,12 +220,12 @@ class CanvasScenario:
         self._closing = threading.Event()
 
     def canvas(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Run canvases of all kinds while workers are killed. Return rows and violations."""
+        """Run canvases of all kinds while workers are killed, and return rows and violations."""
         planned = [(kind, "") for _ in range(self._args.canvases) for kind in KINDS]
         return self._run("canvas", planned, self._all_at_once, self._kill_at_any_moment)
 
     def ends(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Kill a worker between the end of each job and its next step. Return rows and violations."""
+        """Kill a worker between the end of each job and its next step, and return rows and violations."""
         ends = [(kind, point) for kind, point in ENDS if point in self._args.points]
         planned = list(islice(cycle(ends), self._args.ends))
         random.Random(self._args.seed).shuffle(planned)
@@ -272,7 +272,7 @@ class CanvasScenario:
         return [shown(row), *map(shown, points)], wrong
 
     def _undisturbed(self, planned: Sequence[tuple[str, str]]) -> dict[tuple[int, int], ReferenceText]:
-        """Return each job's text in an undisturbed run, keyed by canvas number and position."""
+        """Return each job's text from an undisturbed run, keyed by canvas number and position."""
         builder = Builder(self._args, LOGPROBS)
         canvases = [builder.build(number, kind, "undisturbed") for number, (kind, _) in enumerate(planned)]
         self._send(canvases)
@@ -294,7 +294,7 @@ class CanvasScenario:
         return canvases
 
     def _until_all_kill(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
-        """Send a few marked canvases at a time, and repeat a canvas if another one killed its worker first."""
+        """Send a few marked canvases at a time, and repeat a canvas if another canvas killed its worker first."""
         builder = Builder(self._args)
         directory = self._service.fatal_points
         sent: list[Canvas] = []
@@ -318,13 +318,13 @@ class CanvasScenario:
         return sent
 
     def _send(self, canvases: Sequence[Canvas]) -> None:
-        """Send canvases, and wait until all have completed, or no more results arrive."""
+        """Send canvases, and wait until all of them have completed or results stop arriving."""
         for canvas in canvases:
             canvas.sends.apply_async()
         self._wait(canvases)
 
     def _wait(self, canvases: Sequence[Canvas]) -> None:
-        """Wait until everything has arrived, or nothing has arrived for a while."""
+        """Wait until all results have arrived, or no result has arrived for a while."""
         redis = self._service.redis
         ids = [job_id for canvas in canvases for job_id in (*canvas.jobs, *canvas.failing)]
         results = [result for canvas in canvases for result in canvas.results]
@@ -380,7 +380,7 @@ class _CanvasCheck:
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
     def missing_steps(self) -> list[str]:
-        """Return the names of steps that ran less often than expected, each with the number of runs."""
+        """Return the names of steps that ran less often than expected, along with their numbers of runs."""
         steps = [step for canvas in self._canvases for step in canvas.steps.items()]
         return [f"{name}: {ran} of {times}" for name, times in steps if (ran := self._runs.get(name, 0)) < times]
 
@@ -415,7 +415,7 @@ class _CanvasCheck:
         return lines
 
     def by_point(self, kills: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """Return a row per point with the number of workers that died there and the outcomes of their canvases."""
+        """Return a row for each point, with the number of workers killed there and the outcomes of their canvases."""
         used = Counter(point for point, _ in kills)
         rows = []
         for point in fatal_points.POINTS:
@@ -431,7 +431,7 @@ class _CanvasCheck:
         return steps + sum(not has_final_state(meta) for meta in metas(self._redis, canvas.results))
 
     def _num_twice(self, canvas: Canvas) -> int:
-        """Return how many times steps were run again."""
+        """Return the number of repeated runs of steps."""
         return sum(max(0, self._runs.get(name, 0) - times) for name, times in canvas.steps.items())
 
     def _texts(self) -> Counter[str]:

@@ -1,10 +1,10 @@
 """Disturb workers, Redis and journals in many ways, and check the outcome of each job.
 
-Workers are killed, suspended or started with skewed clocks. Redis restarts, rolls back or refuses commands. Journals
-expire. Redis and the worker processes, which use the bundled model, are real and run on this machine. Half of the jobs
+Workers are killed, suspended or started with skewed clocks. Redis restarts, loses recent writes or refuses commands.
+Journals expire. Real worker processes with the bundled model and a real Redis run on this machine. Half of the jobs
 stream. All jobs are greedy, and each text is compared with the text of an undisturbed run. Texts that diverge at a near
-tie are counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while they
-run. A token counts as generated twice if two workers sampled it.
+tie are counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while
+their jobs are running. A token counts as generated twice if two workers sampled it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Found = tuple[list[dict[str, Any]], list[str]]  # rows and violations
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--new", type=int, default=600, help="tokens per job")
+    parser.add_argument("--new", type=int, default=600, help="number of tokens per job")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--outages", type=int, default=10)
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollbacks", type=int, default=5)
     parser.add_argument("--period", type=float, default=4.0, help="seconds between two disturbances")
     parser.add_argument(
-        "--canvases", type=int, default=6, help="number of canvases of each kind in the scenario `canvas`"
+        "--canvases", type=int, default=6, help="number of canvases of each kind in the `canvas` scenario"
     )
-    parser.add_argument("--chord", type=int, default=50, help="parts per chord")
+    parser.add_argument("--chord", type=int, default=50, help="number of parts per chord")
     parser.add_argument(
         "--ends", type=int, default=2 * len(ENDS), help="number of kills between a job and its next step"
     )
@@ -69,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(POINTS),
         default=list(POINTS),
-        help="points between a job and its next step at which workers are killed",
+        help="points between a job and its next step at which to kill workers",
     )
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
     parser.add_argument("--refused", type=float, default=5.0, help="duration of each refusal in seconds")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how workers stop in the scenario `expired`"
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to stop workers in the `expired` scenario"
     )
     parser.add_argument("--seed", type=int, default=0)
 

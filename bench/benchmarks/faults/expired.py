@@ -1,8 +1,8 @@
 """Check that each job ends once when its worker and half of the journals are lost.
 
-While no worker is running, the journals outlive `journal_ttl_s`. Then half of them are deleted, as if they had expired.
-A job without its journal ends with `stream_trimmed`, and the others resume. No job may be repeated endlessly, and each
-end must be in the journal and in Celery's result.
+While no worker is running, the journals outlive `journal_ttl_s`. Then half of them are deleted as if they had expired.
+Jobs without a journal end with `stream_trimmed`, and the other jobs resume. No job may be repeated endlessly, and both
+the journal and Celery's result must contain each job's end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExpiryScenario(Scenario):
         self._redis: Any = service.redis
 
     def expired(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Kill the workers, or let them hand their jobs back. Return rows and violations."""
+        """Kill the workers or let them hand back their jobs, and return rows and violations."""
         rows = [shown(self._run_one(way, undisturbed)) for way in self._args.ways]
         return rows, [line for row in rows for line in _wrong(row)]
 
@@ -95,7 +95,7 @@ class ExpiryScenario(Scenario):
         }
 
     def _submit_late(self) -> list[str]:
-        """Queue jobs that start before the others, and that time out before the next worker starts."""
+        """Queue jobs that start before the other jobs and time out before the next worker starts."""
         from cellama.tasks import generate
 
         params: Any = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, "timeout": LATE_AFTER_S}
@@ -105,13 +105,13 @@ class ExpiryScenario(Scenario):
         return int(self._redis.xlen(journal_key(job_id)))
 
     def _begun(self, jobs: Sequence[str]) -> list[str]:
-        """Return the jobs that have started, or an empty list until some of them have tokens in the journal."""
+        """Return the started jobs, or an empty list until some of them have tokens in the journal."""
         begun = [job_id for job_id in jobs if self._num_events(job_id)]
         streaming = [job_id for job_id in begun if self._num_events(job_id) >= FEW_EVENTS]
         return begun if len(streaming) >= NUM_CANCELLED else []
 
     def _is_tried_again(self, job_id: str) -> bool:
-        """Return whether the job runs in another attempt or has ended."""
+        """Return whether the job is running in a later attempt or has ended."""
         state, attempt = self._redis.hmget(job_key(job_id), "state", "attempt")
         return bool(state == b"done" or (state == b"running" and int(attempt) > 1))
 
@@ -124,7 +124,7 @@ class ExpiryScenario(Scenario):
         return list(job_ids)
 
     def _wait(self, jobs: Sequence[str]) -> None:
-        """Wait until all jobs have ended in journals and Celery's results, or until none has ended for a while."""
+        """Wait until all jobs have ended in journals and Celery's results, or no job has ended for a while."""
 
         def num_ended() -> int:
             journals = [journal_of(self._redis, job_id) for job_id in jobs]
@@ -162,7 +162,7 @@ class ExpiryScenario(Scenario):
 
 
 def _how_it_ended(events: Sequence[Any]) -> str:
-    """Return the finish reason or the code of the error in the last event."""
+    """Return the finish reason or the error code in the last event."""
     last = events[-1] if events else {"type": "nothing"}
     if last["type"] not in ("done", "error"):
         return "without an end"

@@ -1,10 +1,10 @@
-"""Send hostile, almost valid and valid payloads to a real worker, and check that other jobs are not affected.
+"""Send hostile, almost valid and valid payloads to a real worker, and check that they do not affect other jobs.
 
-The fixed corpus is sent first, followed by hostile schemas, expressions and grammars, and then by random payloads for
-every task. The hostile constraints and the random payloads are drawn from a seed. Half of the payloads, and all that
-fail the producer's checks, are sent by a plain Celery application without checks. The others are sent with
-`apply_async`. Each payload's job must end within the time limit, and must not affect the jobs of other users. Those
-jobs are greedy, and their texts are compared with the texts of an undisturbed run.
+The fixed corpus is sent first, then hostile schemas, expressions and grammars, and finally random payloads for every
+task. The hostile constraints and the random payloads are drawn from a seed. Half of the payloads, and all payloads that
+fail the producer's checks, are sent by a plain Celery application without checks. The other payloads are sent with
+`apply_async`. Each payload's job must end within the time limit, and must not affect the jobs of other users. The other
+users' jobs are greedy, and their texts are compared with the texts of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--first-form",
         type=int,
         default=0,
-        help="number of the first hostile schema, expression or grammar, for example to run only one",
+        help="index of the first hostile schema, expression or grammar, for example to run only one",
     )
     parser.add_argument("--payloads", type=int, default=10_000, help="number of random payloads")
     parser.add_argument(
-        "--first", type=int, default=0, help="number of the first random payload, for example to run only one"
+        "--first", type=int, default=0, help="index of the first random payload, for example to run only one"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--warm-up", type=int, default=200, help="number of random payloads to send before memory and keys are measured"
+        "--warm-up", type=int, default=200, help="number of random payloads to send before measuring memory and keys"
     )
     parser.add_argument("--corpus", default="", metavar="PART", help="run only entries whose names contain this text")
-    parser.add_argument("--in-flight", type=int, default=8, help="number of random payloads in flight")
-    parser.add_argument("--in-flight-corpus", type=int, default=1, help="number of corpus entries in flight")
-    parser.add_argument("--good", type=int, default=4, help="number of other jobs in flight")
+    parser.add_argument("--in-flight", type=int, default=8, help="number of random payloads to keep in flight")
+    parser.add_argument("--in-flight-corpus", type=int, default=1, help="number of corpus entries to keep in flight")
+    parser.add_argument("--good", type=int, default=4, help="number of other jobs to keep in flight")
     parser.add_argument("--limit", type=float, default=20.0, help="time limit in seconds per payload")
 
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True)
 class _Level:
-    """The state of a worker and its Redis, which must return to the initial state when all jobs have ended."""
+    """The resource usage of a worker and its Redis, which must return to the initial level when all jobs have ended."""
 
     slots_busy: int
     rss: int  # resident bytes of the worker
@@ -112,13 +112,13 @@ class _Level:
 
 
 def _slots_busy(redis: Redis) -> int:
-    """Return the number of busy slots of all workers, from their heartbeats."""
+    """Return the total number of busy slots according to the workers' heartbeats."""
     engines = [model["engine"] for entry in live_workers(redis) for model in entry.models]
     return sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines if engine)
 
 
 def _lasting_keys(redis: Redis) -> frozenset[str]:
-    """Return the keys without expiry, which jobs leave permanently."""
+    """Return the keys without an expiry, which would remain permanently."""
     keys = list(redis.scan_iter(count=1000))
     pipeline = redis.pipeline(transaction=False)
     for key in keys:
@@ -129,7 +129,7 @@ def _lasting_keys(redis: Redis) -> frozenset[str]:
 
 @dataclass
 class _Job:
-    """A job that was sent, and its data for later checks."""
+    """A sent job and its data for later checks."""
 
     id: str
     sent_at: float
@@ -174,7 +174,7 @@ class _Fuzz:
         self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
 
     def run(self, phase: str, payloads: Iterable[FuzzPayload], at_once: int) -> dict[str, Any]:
-        """Send payloads, a limited number at a time, and collect their outcomes and the outcomes of the other jobs."""
+        """Send payloads while limiting the number in flight, and collect their outcomes and those of the other jobs."""
         self._tally = tally = _Tally()
         started, source, open_ = time.monotonic(), iter(payloads), True
         while open_ or self._jobs:
@@ -192,7 +192,7 @@ class _Fuzz:
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
     def level(self, before: _Level | None = None) -> _Level:
-        """Wait until no job is running and the state equals the initial one, or until a timeout. Return the state."""
+        """Wait until no job is running and usage is back at the initial level, or until a timeout. Return the level."""
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))
@@ -265,7 +265,7 @@ class _Fuzz:
             time.sleep(POLL_S)
 
     def _resident(self) -> int:
-        """Return the resident memory of the worker in bytes, or 0 without a worker."""
+        """Return the worker's resident memory in bytes, or 0 if the worker is not running."""
         try:
             return int(self._process.memory_info().rss)
         except psutil.NoSuchProcess:
@@ -319,7 +319,7 @@ class _Fuzz:
             self.told.append(what.encode("ascii", "backslashreplace").decode())
 
     def _give_up(self) -> None:
-        """Abandon jobs that do not end, and kill their worker so that later payloads are not affected."""
+        """Abandon jobs that do not end, and kill their worker so that they do not affect later payloads."""
         for job_id in list(self._jobs):
             self._app.control.revoke(job_id)
         self._jobs.clear()
@@ -338,7 +338,7 @@ class _Fuzz:
 
 
 def _good_calls() -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Yield the jobs of another user. They are greedy, so their texts are always the same."""
+    """Yield another user's jobs. The jobs are greedy, so their texts are always the same."""
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     for number in range(6):
         prompt = f"Once upon a time, there were {number} friends of a little fox."

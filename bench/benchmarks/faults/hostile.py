@@ -1,4 +1,7 @@
-"""The fixed corpus of `fuzz`: payloads that once blocked, delayed or crashed a worker, and similar ones."""
+"""The fixed corpus of `fuzz`.
+
+The corpus contains payloads that once blocked, delayed or crashed a worker, and similar payloads.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def corpus() -> list[FuzzPayload]:
 def full_contexts() -> list[FuzzPayload]:
     """Return valid jobs that fill the model's contexts.
 
-    The operating system counts the memory of a context only after it was written to.
+    The operating system only counts a context's memory after it was written to.
     """
     text = "a little fox " * 2000
     return [
@@ -116,7 +119,7 @@ def _sampling() -> Iterator[FuzzPayload]:
 
 
 def _grammars() -> Iterator[FuzzPayload]:
-    """Yield grammars that need too much time, depth or memory in llama.cpp's or cellama's grammar code."""
+    """Yield grammars that require too much time, depth or memory in the grammar code of llama.cpp or cellama."""
     yield _generate("grammar that doubles its stacks", grammar='root ::= "a" root "x" | "a" root "y" | "a"')
     chain = "\n".join(f'r{number} ::= r{number + 1} "x" | r{number + 1} "y"' for number in range(40))
     yield _generate("40 rules with two ways each", grammar=f'root ::= r0\n{chain}\nr40 ::= "z"')

@@ -1,7 +1,7 @@
 """Hostile JSON Schemas, regular expressions and Lark grammars for `fuzz`, drawn from a seed.
 
-Each kind is extreme in some way, for example in depth, width or exponential growth, or with endless texts or
-unsatisfiable schemas. Most are within the size limits, so that the compiler and the engine have to cope with them.
+Each kind of payload is extreme in some way, for example in depth, width or exponential growth, or because it allows
+endless texts or no value. Most payloads are within the size limits, so the compiler and the engine must handle them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GUIDANCE: tuple[Any, ...] = (
 
 
 def hostile_form(seed: int, number: int) -> FuzzPayload:
-    """Return the payload with this number. It depends only on the number and the seed."""
+    """Return the payload with this number. The payload depends only on the number and the seed."""
     random = Random(f"forms {seed} {number}")
     make = _KINDS[number % len(_KINDS)]
     params = {
@@ -64,7 +64,7 @@ def _generate(name: str, params: dict[str, Any], form: str, text: str) -> FuzzPa
 
 
 def _call(name: str, params: dict[str, Any], schema: Schema) -> FuzzPayload:
-    """Return the schema as the parameters of a required tool call."""
+    """Return a required tool call that has the schema as its parameters."""
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     return FuzzPayload(name, TASK_CHAT, [MODEL, HELLO], {**params, "tools": [tool], "tool_choice": "f"})
 
@@ -77,7 +77,7 @@ def _json(schema: Schema) -> str:
 
 
 def _deep(random: Random) -> Schema:
-    """Return nested schemas of one or of alternating kinds."""
+    """Return nested schemas of one kind or of alternating kinds."""
     schema: Schema = {"type": random.choice(_TYPES)}
     wrap = random.choice((*_WRAPS, None))
     for _ in range(random.choice((5, 20, 60, 63, 64, 200, 400))):
@@ -116,7 +116,7 @@ def _wide(random: Random) -> Schema:
 
 
 def _doubling(random: Random) -> Schema:
-    """Return definitions that refer to the next one twice, so that their expansion doubles with each definition."""
+    """Return definitions that each refer to the next definition twice, so that each doubles the expansion."""
     levels, join = (
         random.choice((5, 10, 20, 40, 200)),
         random.choice(("anyOf", "oneOf", "allOf", "properties", "items")),
@@ -135,7 +135,7 @@ def _doubling(random: Random) -> Schema:
 
 
 def _crossing(random: Random) -> Schema:
-    """Return an allOf of several anyOf, whose numbers of alternatives are multiplied."""
+    """Return an allOf with several anyOf keywords, whose numbers of alternatives multiply."""
     groups, each = random.choice((2, 4, 8, 16)), random.choice((2, 5, 20))
     return {
         "allOf": [
@@ -151,7 +151,7 @@ def _crossing(random: Random) -> Schema:
 
 
 def _recursive(random: Random) -> Schema:
-    """Return definitions with random references to each other and to themselves."""
+    """Return definitions with random references to other definitions and to themselves."""
     count = random.choice((1, 2, 3, 5, 20))
 
     def some() -> Schema:
@@ -175,7 +175,7 @@ def _recursive(random: Random) -> Schema:
 
 
 def _contradictory(random: Random) -> Schema:
-    """Return a schema that no value satisfies, obviously or only on closer inspection."""
+    """Return a schema that no value satisfies, either obviously or only on closer inspection."""
     low = random.choice((1, 5, 1000))
     impossible: Any = random.choice(
         (
@@ -204,7 +204,7 @@ def _contradictory(random: Random) -> Schema:
 
 
 def _numbers(random: Random) -> Schema:
-    """Return bounds and factors outside the range of numbers."""
+    """Return bounds and factors outside the range of representable numbers."""
     keywords = random.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), 3)
     schema = {keyword: random.choice((*_NUMBERS, random.uniform(-1e9, 1e9))) for keyword in keywords}
     return {"type": random.choice(("integer", "number")), **schema}
@@ -244,7 +244,7 @@ def _patterns(random: Random) -> Schema:
 
 
 def _enums(random: Random) -> Schema:
-    """Return lists of values that are as long as possible."""
+    """Return lists with as many values as possible."""
     count = random.choice((1, 100, 2000, 8000))
     value: Callable[[int], Any] = random.choice(
         (
@@ -271,7 +271,7 @@ def _enums(random: Random) -> Schema:
 
 
 def _refs(random: Random) -> Schema:
-    """Return many references, in chains and to many targets, some of which are missing."""
+    """Return many references that form chains or have many targets, some of which are missing."""
     count = random.choice((50, 500, 1500))
     if random.random() < 0.5:
         chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(count)}
@@ -286,7 +286,7 @@ def _refs(random: Random) -> Schema:
 
 
 def _conditions(random: Random) -> Schema:
-    """Return if, not, dependencies and similar keywords, nested and combined."""
+    """Return nested combinations of `if`, `not`, `dependencies` and similar keywords."""
 
     def about(number: int) -> Schema:
         return {
@@ -325,7 +325,7 @@ def _choices(random: Random) -> Schema:
 
 
 def _formats(random: Random) -> Schema:
-    """Return formats with keywords that rarely occur with them."""
+    """Return formats along with keywords that are rarely combined with formats."""
     text = {"type": "string", "format": random.choice(_FORMATS)}
     more = random.choice(
         ({"minLength": 300}, {"maxLength": 3}, {"pattern": _explosive(random)}, {"enum": ["a", "1.2.3.4"]})
@@ -341,7 +341,7 @@ def _regex(random: Random) -> str:
 
 
 def _explosive(random: Random) -> str:
-    """Return an expression that needs exponential time, depth or memory in some engines, or that is invalid."""
+    """Return an expression that is invalid or requires exponential time, depth or memory in some regex engines."""
     count = random.choice((3, 12, 20, 50, 1000, 10_000, 1_000_000))
     nested = random.choice((5, 50, 240, 2000))
     return random.choice(

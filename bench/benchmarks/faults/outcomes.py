@@ -1,4 +1,4 @@
-"""Collect the outcomes of jobs from journals, the ledger and Celery's results, and find broken guarantees."""
+"""Collect the outcomes of jobs from journals, the ledger and Celery's results, and detect violated guarantees."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def journal_of(redis: Any, job_id: str) -> list[Any]:
 
 
 def ends_once(events: Sequence[Any]) -> bool:
-    """Return whether only the last event is terminal and no event is missing."""
+    """Return whether no event is missing and only the last event is terminal."""
     seqs = [event["seq"] for event in events]
     dense = seqs == list(range(seqs[0], seqs[0] + len(seqs))) if seqs else False
     return dense and [is_terminal(event) for event in events] == [False] * (len(events) - 1) + [True]
 
 
 def is_whole(events: Sequence[Any], text: str) -> bool:
-    """Return whether the events are complete, end once, and have this text."""
+    """Return whether the events are complete, end once, and contain exactly this text."""
     return ends_once(events) and events[0]["seq"] == 0 and "".join(event.get("text", "") for event in events) == text
 
 
@@ -43,7 +43,7 @@ def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
 
 
 def metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return Celery's stored results, with an empty result for each task that has none."""
+    """Return Celery's stored results, with an empty result for each task without a stored result."""
     found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
     return [json.loads(meta) if meta else {} for meta in found]
 
@@ -53,19 +53,19 @@ def has_final_state(meta: Mapping[str, Any]) -> bool:
 
 
 def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
-    """Return how many times each job was started."""
+    """Return the number of times that each job was started."""
     return [int(attempt or 0) for attempt in of_jobs(redis, job_ids, "attempt")]
 
 
 def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
-    """Return whether all these jobs have ended, no message is held and nothing is running."""
+    """Return whether all of these jobs have ended, no message is held and no job is running."""
     if redis.zcard(leases_key()) or redis.zcard(running_key()):
         return False
     return set(of_jobs(redis, job_ids, "state")) <= {b"done"}
 
 
 def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], bool], quiet_s: float) -> None:
-    """Wait until everything has arrived, or until nothing new has arrived for a while."""
+    """Wait until the number seen is complete or has not changed for `quiet_s` seconds."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
         now = num_seen()
@@ -77,7 +77,10 @@ def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], b
 
 
 def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
-    """Return whether a text is the "same" as the undisturbed one, "tied" or "other". Print where it differs."""
+    """Return whether a text is the "same" as the undisturbed text, "tied" or "other".
+
+    Print the place of a difference.
+    """
     kind = expected.compare(text)
     if kind == "other":
         place = expected.place_of_difference(text)
@@ -92,7 +95,7 @@ def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
 
 
 def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return how jobs have ended. `stored` contains the final Celery states of each job."""
+    """Return figures about the ends of jobs. `stored` contains each job's final Celery states."""
     return {
         "jobs": len(job_ids),
         "ended once": sum(ends_once(journal_of(redis, job_id)) for job_id in job_ids),
@@ -104,7 +107,7 @@ def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[s
 
 
 def broken_promises(where: str, row: Mapping[str, Any], all_jobs: Sequence[str], none: Sequence[str]) -> list[str]:
-    """Return a line for each figure that must equal the number of jobs, or must be 0, but does not."""
+    """Return a line for each figure that must be the number of jobs, or must be 0, but has another value."""
     lines = [f"{row[name]} of {row['jobs']} jobs: {name}" for name in all_jobs if row[name] != row["jobs"]]
     lines += [f"{row[name]} {name}" for name in none if row[name]]
     lines += ["messages are still held, or jobs still run"] * (row["unacked"] != "0")

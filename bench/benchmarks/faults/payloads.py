@@ -1,4 +1,4 @@
-"""Seeded random payloads for `fuzz`: valid, valid with extreme values, almost valid, and arbitrary JSON."""
+"""Seeded random payloads for `fuzz`, which are valid, valid with extreme values, almost valid, or arbitrary JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ WORDS = "Once upon a time there was a little fox named Mia who lived in a green 
 
 
 def payload(seed: int, number: int) -> FuzzPayload:
-    """Return the payload with this number. It depends only on the number and the seed."""
+    """Return the payload with this number. The payload depends only on the number and the seed."""
     random = Random(f"{seed} {number}")
     task = random.choice(TASKS)
     make = random.choice((_right, _right, _at_the_edge, _at_the_edge, _nearly_right, _nearly_right, _anything))
@@ -186,7 +186,7 @@ def _fields(task: str) -> tuple[str, ...]:
 
 @functools.cache
 def _edges(task: str) -> dict[str, list[Any]]:
-    """Return the extreme values of each parameter that pass the checks on their own."""
+    """Return the extreme values of each parameter that individually pass the checks."""
     kind, base = _task(task).kind.payload, _BASES[task]
     texts = [text for text in TEXTS if text]
     values: tuple[Any, ...] = (*INTS, *FLOATS, *TEXTS, True, False, texts[1:9], {"5": 1e308, "1023": -1e308})
@@ -260,7 +260,7 @@ def _schema(random: Random, depth: int = 0) -> Any:
 
 
 def _grammar(random: Random) -> str:
-    """Return rules with random references to each other and to themselves."""
+    """Return rules with random references to other rules and to themselves."""
     names = ("root", "a", "b", "c")
     return "\n".join(f"{name} ::= {_alternatives(random, names, 0)}" for name in names[: random.randint(1, 4)])
 

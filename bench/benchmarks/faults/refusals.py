@@ -1,4 +1,4 @@
-"""Make Redis refuse commands with each temporary error, while workers are idle and while they work.
+"""Make Redis refuse commands with each temporary error, both while workers are idle and while they are busy.
 
 A real Redis is configured to return each of these errors. Afterwards, the same worker processes must still be running,
 and each job must have ended once, in its first attempt, with the text of an undisturbed run.
@@ -59,7 +59,7 @@ class Refuser:
         return Redis.from_url(self._service.redis_server.url, socket_timeout=None, retry=Retry(NoBackoff(), 0))
 
     def refuse(self, code: str, seconds: float) -> None:
-        """Make Redis refuse commands with this code for `seconds`. Raises RuntimeError if it accepts a command."""
+        """Make Redis refuse commands with `code` for `seconds`. Raises RuntimeError if Redis accepts a command."""
         self.num_refused = 0
         others = {"LOADING": self._load, "UNBLOCKED": self._unblock}
         others[code](seconds) if code in others else self._hold(code, seconds)
@@ -76,7 +76,7 @@ class Refuser:
                 time.sleep(PROBE_S)
 
     def _answer(self) -> str:
-        """Return Redis' error for a write, or an empty text if the write is accepted."""
+        """Return Redis's error for a write, or an empty text if Redis accepts the write."""
         try:
             self._redis.set(PROBE_KEY, 1)
         except RedisError as error:
@@ -99,7 +99,7 @@ class Refuser:
 
     @contextlib.contextmanager
     def _misconf(self) -> Iterator[None]:
-        """Make snapshots fail by creating a directory with the name of their file."""
+        """Make snapshots fail by creating a directory with the name of the snapshot file."""
         in_the_way = self._service.redis_server.data_dir / "dump.rdb"
         in_the_way.mkdir()
         self._redis.bgsave()
@@ -170,14 +170,14 @@ class Refuser:
 
 
 class RefusalScenario(Scenario):
-    """A scenario in which Redis refuses commands while the workers are idle, and while they work."""
+    """A scenario in which Redis refuses commands while the workers are idle and while they are busy."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         super().__init__(service, args)
         self._refuser = Refuser(service)
 
     def refusals(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Make Redis refuse commands with each code. Return rows and violations."""
+        """Make Redis refuse commands with each code, and return rows and violations."""
         rows = [
             shown(self._run_one(code, when, undisturbed)) for code in self._args.refusals for when in ("idle", "busy")
         ]
@@ -217,7 +217,7 @@ class RefusalScenario(Scenario):
         }
 
     def _num_running(self, pids: Sequence[int]) -> int:
-        """Return the number of running jobs that have a token, or 0 until every worker has its share of them."""
+        """Return the number of running jobs that have a token, or 0 until every worker runs its share of such jobs."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):
@@ -227,7 +227,7 @@ class RefusalScenario(Scenario):
         return len(running) if all(running.count(pid) >= share for pid in pids) else 0
 
     def _all_serve(self) -> bool:
-        """Return whether all workers answer. A worker that considers a refusal permanent has stopped."""
+        """Return whether all workers respond. A worker that considered a refusal permanent has stopped."""
         from cellama.tasks import app
 
         names = [f"{name}@bench" for name in self._service.processes]

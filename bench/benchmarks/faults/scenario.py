@@ -1,4 +1,4 @@
-"""Run jobs on real workers, disturb the service in one way, and check the outcome of each job."""
+"""Run jobs on real workers during one kind of disturbance, and check the outcome of each job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompts(count: int) -> list[str]:
 
 
 class LiveReaders:
-    """Clients that read streams during disturbances, in separate threads. Each must receive exactly the final text."""
+    """Reads streams in separate threads during disturbances. Each reader must receive exactly the final text."""
 
     def __init__(self, job_ids: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -133,7 +133,7 @@ class Scenario:
         return reference_texts([self._result(job) for job in self.submit(LOGPROBS)], SOURCE)
 
     def _text(self, job: Any) -> str:
-        """Return the job's text, or '' if the job fails or does not end."""
+        """Return the job's text, or an empty string if the job fails or does not end."""
         try:
             return str(self._result(job)["text"])
         except (JobFailed, TaskRevokedError, CeleryTimeoutError) as error:

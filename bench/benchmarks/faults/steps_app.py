@@ -1,4 +1,4 @@
-"""The app of a user whose tasks follow cellama's jobs in a canvas. Each task counts its runs in Redis."""
+"""A user's app whose tasks follow cellama's jobs in a canvas. Each task counts its runs in Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kill the command and the workers of a bulk run repeatedly while Redis restarts, and count lost and repeated lines.
+"""Repeatedly kill a bulk run's command and workers while Redis restarts, and count lost and repeated lines.
 
 `cellama batch run` runs as a separate process, and real workers on a real Redis run the bundled model greedily. Each
 text is compared with the text of an undisturbed run. Texts that differ at a near tie are counted separately
@@ -30,9 +30,9 @@ FRIENDS = ("Mia", "Tom", "Ben", "Lily")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=2000)
-    parser.add_argument("--new", type=int, default=64, help="tokens per line")
+    parser.add_argument("--new", type=int, default=64, help="number of tokens per line")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=16, help="slots per worker")
+    parser.add_argument("--slots", type=int, default=16, help="number of slots per worker")
     parser.add_argument("--command-kills", type=int, default=3)
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--redis-restarts", type=int, default=1)
@@ -78,11 +78,11 @@ class _Storm:
         return found
 
     def run_undisturbed(self) -> dict[str, Any]:
-        """Run the file undisturbed and save its texts with their near ties."""
+        """Run the file without disturbances, and save its texts with their near ties."""
         return self.run("undisturbed", [], logprobs=LOGPROBS)
 
     def run(self, name: str, troubles: list[str], **params: Any) -> dict[str, Any]:
-        """Run the file with disturbances after equal numbers of finished lines."""
+        """Run the file with disturbances at equal intervals of finished lines."""
         self._write_lines(**params)
         output, sampled, started = self._folder / f"{name}.jsonl", self._service.num_sampled(), time.monotonic()
         self._start(output)
@@ -100,7 +100,10 @@ class _Storm:
         return row
 
     def _compare(self, results: list[dict[str, Any]]) -> dict[str, int]:
-        """Return the lines that are missing, repeated or different, and the texts that differ at a near tie."""
+        """Return the numbers of wrong and tied lines.
+
+        Wrong lines are missing, repeated or different. Tied lines first differ at a near tie.
+        """
         texts = {result["id"]: result["text"] for result in results}
         if not self._undisturbed:
             expected = zip(results, reference_texts(results, SOURCE), strict=True)

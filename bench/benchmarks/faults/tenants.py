@@ -1,8 +1,8 @@
-"""Kill workers while 20 tenants share them, and check limits and shares at every moment.
+"""Kill workers while 20 tenants share them, and check limits and shares continuously.
 
-All jobs are equal, and each tenant queues its jobs after those of the tenant before, so workers that took jobs in order
-would run one tenant at a time. One tenant and the model have limits. A script in Redis counts the held jobs of each
-tenant many times per second.
+All jobs are equal. The tenants queue their jobs one after another, so workers that took jobs in order would serve one
+tenant at a time. One tenant and the model have limits. A script in Redis counts each tenant's held jobs many times per
+second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ return keys
 
 
 def model_limit(num_workers: int) -> int:
-    """Return the limit of the model, which leaves a quarter of the slots free."""
+    """Return the model's limit, which leaves a quarter of the slots free."""
     return num_workers * SLOTS * 3 // 4
 
 
@@ -60,7 +60,7 @@ class TenantScenario(Scenario):
         self._watch = Watch(service.redis)
 
     def tenants(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the row of the scenario, and its violations of limits and shares."""
+        """Run the scenario, and return its row and its violations of limits and shares."""
         with self._watch.running():
             row = self.run("kills", undisturbed)
         watch, limit = self._watch, model_limit(self._args.workers)
@@ -83,9 +83,9 @@ class TenantScenario(Scenario):
         return [shown(row)], wrong
 
     def submit(self, logprobs: int | None = None, count: int | None = None) -> list[Any]:
-        """Queue the jobs of one tenant after the other while the workers are suspended.
+        """Queue the jobs of one tenant after another while the workers are suspended.
 
-        Otherwise, they would start several jobs of the first tenants before the others have any.
+        Otherwise, the workers would start several jobs of the first tenants before the other tenants have any jobs.
         """
         from cellama.tasks import generate
 
@@ -114,7 +114,7 @@ class TenantScenario(Scenario):
 
 
 class Watch:
-    """Samples how many jobs of each tenant are held and have started."""
+    """Samples the numbers of held and started jobs of each tenant."""
 
     def __init__(self, redis: Any) -> None:
         self._redis = redis
@@ -149,14 +149,14 @@ class Watch:
                     next_shares = time.monotonic() + 0.5
 
     def _sample_held(self) -> None:
-        """Count the held jobs at one moment, from the leases and not from the sets that enforce the limits."""
+        """Count the currently held jobs, using the leases instead of the sets that enforce the limits."""
         held = self._redis.eval(HELD_BY_TENANT, 1, leases_key(), job_key(""))
         self.most_held = max(self.most_held, len(held))
         self.most_held_of_limited = max(self.most_held_of_limited, held.count(LIMITED.encode()))
         self.num_samples += 1
 
     def _sample_started(self) -> None:
-        """Compare the numbers of started jobs among the tenants without a limit that have jobs left."""
+        """Compare the numbers of started jobs of those unlimited tenants that have waiting jobs."""
         attempts = of_jobs(self._redis, list(self._jobs), "attempt")
         started: Counter[str] = Counter()
         waiting = set()

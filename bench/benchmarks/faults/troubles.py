@@ -1,4 +1,4 @@
-"""The disturbances of the chaos benchmarks. Each kind is repeated a given number of times or until all jobs end."""
+"""The disturbances of the chaos benchmarks. Each kind is repeated a fixed number of times or until all jobs end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Troubles:
             self.count += 1
 
     def outages(self, done: threading.Event) -> None:
-        """Alternate between a restart of Redis with its data and a disconnect of all clients."""
+        """Alternate between restarting Redis with its data and disconnecting all clients."""
         while self.count < self._args.outages and not done.wait(self._args.period):
             if self.count % 2:
                 self._service.redis.client_kill_filter(_type="normal", skipme=True)
@@ -54,7 +54,7 @@ class Troubles:
             self.count += 1
 
     def freezes(self, done: threading.Event) -> None:
-        """Suspend a worker until its leases expire and up to a second longer, so that some jobs start elsewhere."""
+        """Suspend a worker until its jobs are running elsewhere, and up to a second longer."""
         while self.count < self._args.freezes and not done.wait(self._args.period / 2):
             process = self._service.processes[self._random.choice(sorted(self._service.processes))]
             process.send_signal(signal.SIGSTOP)
@@ -66,7 +66,7 @@ class Troubles:
             self.count += 1
 
     def rollbacks(self, done: threading.Event) -> None:
-        """Roll Redis back by a second."""
+        """Repeatedly restart Redis without the writes of the last second."""
         while self.count < self._args.rollbacks and not done.wait(self._args.period):
             before = set(self._stored.states)
             self._service.roll_back_redis()
@@ -74,7 +74,7 @@ class Troubles:
             self.count += 1
 
     def clocks(self, _: threading.Event) -> None:
-        """Run workers whose clocks differ by a minute, which must not affect the limits of urgent jobs."""
+        """Check that the time limits of urgent jobs hold on workers whose clocks differ by a minute."""
         from cellama.tasks import generate
 
         params: GenerateParams = {"max_tokens": TIMED_TOKENS, "temperature": 0, "ignore_eos": True, "priority": 0}
@@ -100,7 +100,7 @@ class Troubles:
             self.wrong.append(f"{kind}: {reason} after {after_s:.1f} s")
 
     def poison(self, done: threading.Event) -> None:
-        """Restart workers like a supervisor while a job crashes them."""
+        """Restart workers, as a supervisor would, while a job repeatedly crashes them."""
         while not done.wait(0.05):
             for name, process in list(self._service.processes.items()):
                 if process.poll() is not None:
@@ -113,7 +113,7 @@ class Troubles:
         )
 
     def _num_running(self, pid: int) -> int:
-        """Return the number of jobs that this process is running in their latest attempt."""
+        """Return the number of jobs whose latest attempt is running in this process."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):

@@ -1,4 +1,4 @@
-"""Benchmarks for users' own models: concurrent callers, mixed lengths, arrivals, bulk runs and the gateway.
+"""Benchmarks for users' own models, with concurrent callers, mixed lengths, arrivals, bulk runs and the gateway.
 
-Only this directory and the harness are in the wheel.
+The wheel contains only this directory and the harness.
 """

@@ -1,8 +1,8 @@
 """Measure requests that arrive as a Poisson process, alone and alongside bulk work.
 
-Every server gets the same arrivals at the same times. First, all rates are measured without bulk work. Then bulk work
-starts, with the number of requests in flight that the server defines. When that many requests have finished, all rates
-are measured again.
+Every server receives the same requests at the same times. First, all rates are measured without bulk work. Then bulk
+work starts, and each server defines how many bulk requests are in flight. After that number of bulk requests has
+finished, all rates are measured again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BULK_SEED = 1_000_000  # different from each seed of arrivals
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The arriving requests."""
+    """The arriving interactive requests and the bulk lines."""
 
     rates: Sequence[float]  # requests per second
     shape: LoadShape  # shape of the requests at each rate
@@ -43,7 +43,7 @@ class Arrivals:
     seed: int = 0
 
     def conversations(self, load: str, index: int) -> Sequence[Conversation]:
-        """Return the requests for one rate under one load. No server has received them before."""
+        """Return new requests for one rate under one load."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
         return conversations(self.shape, seed=1000 * self.seed + number)
 
@@ -55,7 +55,7 @@ class Arrivals:
 
 @dataclass
 class StreamTimes:
-    """The times of one request, in seconds after its reader started to send it."""
+    """The times of one request, in seconds after its reader started sending it."""
 
     line: Line
     began: float = field(default_factory=time.monotonic)
@@ -75,7 +75,7 @@ class StreamTimes:
 
 
 class Side(Protocol):
-    """A server under test. `num_bulk` bulk requests are kept in flight."""
+    """A server under test, which keeps `num_bulk` bulk requests in flight."""
 
     name: str
     num_bulk: int
@@ -137,13 +137,13 @@ class Server:
         await complete(self.port, line.prompt, line.num_new)
 
     async def settle(self) -> None:
-        """Send a request, and wait until the server has stopped the requests of closed connections."""
+        """Send a request to wait until the server has stopped the requests of closed connections."""
         await complete(self.port, range(300, 316), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The results of one rate under one load."""
+    """The results for one rate under one load."""
 
     who: str
     load: str
@@ -161,7 +161,7 @@ class Phase:
 
 
 class _BulkLoad:
-    """A fixed number of bulk requests, kept in flight within `running`."""
+    """A fixed number of bulk requests that `running` keeps in flight."""
 
     def __init__(self, side: Side, lines: Iterator[Line]) -> None:
         self._side, self._lines = side, lines
@@ -226,7 +226,7 @@ async def _phase(side: Side, arrivals: Arrivals, load: str, index: int, bulk: _B
 
 
 async def _arrive(side: Side, conversations: Sequence[Conversation], rate: float, seed: int) -> list[StreamTimes]:
-    """Start conversations at times of a Poisson process, so that requests arrive at this average rate."""
+    """Start conversations as a Poisson process, so that requests arrive at this average rate."""
     rng, at, started = random.Random(seed), 0.0, time.monotonic()
     per_conversation = sum(map(len, conversations)) / len(conversations)
     tasks = []

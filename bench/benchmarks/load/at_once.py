@@ -1,4 +1,4 @@
-"""Send a mixed load at once, to cellama in three ways and to llama-server with several numbers of slots."""
+"""Send all requests of a mixed load at once, to cellama in three ways and to llama-server with several slot counts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AtOnce:
         return {**row, "prefilled": self.computed[who], "over optimum": self.computed[who] / self.load.trie_tokens}
 
     def ratios(self) -> dict[str, float]:
-        """Return the ratio of each of cellama's rates to llama-server's best rate."""
+        """Return the ratios of cellama's rates to llama-server's best rate."""
         best = self.best_server
         if best is None:
             return {}
@@ -66,7 +66,7 @@ class AtOnce:
 
 
 def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
-    """Return cellama's engine options, with cells for the longest request in each slot."""
+    """Return cellama's engine options, with enough cells for the longest request in each slot."""
     options = {"n_parallel": args.slots, "ctx_per_slot": room(longest), "kv_layout": "partitioned", "n_batch": 2048}
     return {**options, "n_ubatch": 512, "threads": args.threads, **args.options}
 

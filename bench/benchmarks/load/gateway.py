@@ -1,7 +1,7 @@
-"""Measure a gateway with many concurrent streams and the latency that it adds, and llama-server with the same clients.
+"""Measure many concurrent streams and the added latency of a gateway, and of llama-server with the same clients.
 
 First, all streams run concurrently. Each stream must be complete, and its text must equal the result of its job. Then
-streams start one after another, through an AsyncClient and through the gateway.
+streams start one after another, both through an AsyncClient and through the gateway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ask = Callable[[int, Callable[[], None]], Awaitable[tuple[str, str]]]
 
 @dataclass
 class StreamReading:
-    """The text that a client read from a stream, and the times of its pieces."""
+    """The text that a client read from a stream, and the arrival times of the text's pieces."""
 
     asked: float = field(default_factory=time.monotonic)
     pieces: list[float] = field(default_factory=list)
@@ -56,25 +56,32 @@ class StreamReading:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=1000, help="concurrent streams")
-    parser.add_argument("--beside", type=int, default=100, help="number of streams for the comparison of first tokens")
-    parser.add_argument("--apart-ms", type=float, default=30.0, help="milliseconds between the starts of these streams")
+    parser.add_argument("--streams", type=int, default=1000, help="number of concurrent streams")
+    parser.add_argument(
+        "--beside", type=int, default=100, help="number of streams for comparing the time to the first token"
+    )
+    parser.add_argument(
+        "--apart-ms", type=float, default=30.0, help="milliseconds between the starts of the compared streams"
+    )
     parser.add_argument("--new", type=int, default=64, help="maximum number of tokens per stream")
-    parser.add_argument("--slots", type=int, default=128, help="slots of the worker and of llama-server")
+    parser.add_argument("--slots", type=int, default=128, help="number of slots of the worker and of llama-server")
     parser.add_argument(
         "--threads",
         type=int,
         default=max(1, CORES - 1),
-        help="threads per step (default: all cores except one)",
+        help="number of threads per step (default: all cores except one)",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=6,
-        help="number of rounds of the compared streams; the p95 of a round varies by about 10 ms",
+        help="number of rounds of the compared streams; a round's p95 varies by about 10 ms",
     )
     parser.add_argument(
-        "--pace", type=float, default=0.05, help="minimum seconds per step, so that cores are not always busy"
+        "--pace",
+        type=float,
+        default=0.05,
+        help="minimum duration of a step in seconds, so that cores are not always busy",
     )
 
 
@@ -148,7 +155,7 @@ def _completions(port: int, num_new: int) -> Ask:
 
 
 async def _all(ask: Ask, count: int, apart_s: float) -> tuple[list[StreamReading], float]:
-    """Run streams that start one after another, and return their results and the total seconds."""
+    """Start streams one after another, and return their results and the total seconds."""
 
     async def one(number: int) -> StreamReading:
         await asyncio.sleep(number * apart_s)
@@ -161,7 +168,7 @@ async def _all(ask: Ask, count: int, apart_s: float) -> tuple[list[StreamReading
 
 
 async def _most_connections(redis: Redis) -> int:
-    """Record the highest number of connections until the task is cancelled."""
+    """Record the maximum number of connections until the task is cancelled."""
     most = 0
     with suppress(asyncio.CancelledError):
         while True:

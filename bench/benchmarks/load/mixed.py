@@ -1,8 +1,8 @@
 """Compare cellama with llama-server on a load of mixed lengths, with shared prefixes and optional chats.
 
-First all requests are sent at once: to the engine, as jobs, with `cellama batch run`, and to llama-server with each
-number of slots in --server-slots. Then they arrive as a Poisson process at shares of llama-server's rate, alone and
-alongside bulk work.
+First, all requests are sent at once, either directly to the engine, as jobs, with `cellama batch run`, or to
+llama-server with each number of slots in --server-slots. Then requests arrive as a Poisson process at shares of
+llama-server's rate, alone and alongside bulk work.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CAVEATS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    add("--requests", type=int, default=160, help="number of requests that are sent at once")
-    add("--chats", type=int, default=0, help="number of conversations of several turns among the requests")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the benchmark to run")
+    add("--requests", type=int, default=160, help="number of requests to send at once")
+    add("--chats", type=int, default=0, help="number of multi-turn conversations among the requests")
     add("--turns", type=int, default=4, help="number of requests per chat")
-    add("--scale", type=float, default=1.0, help="factor for all lengths")
-    add("--rounds", type=int, default=1, help="rounds in which all requests are sent at once; medians are shown")
+    add("--scale", type=float, default=1.0, help="factor by which all lengths are multiplied")
+    add("--rounds", type=int, default=1, help="number of rounds of sending all requests at once; medians are shown")
     add(
         "--ours",
         nargs="+",
@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(at_once.OURS),
         help="variants of cellama to measure",
     )
-    add("--slots", type=int, default=64, help="slots for cellama, unless --options sets them")
-    add("--options", type=json.loads, default={}, help="engine options for cellama, as JSON")
+    add("--slots", type=int, default=64, help="number of cellama's slots, unless --options sets it")
+    add("--options", type=json.loads, default={}, help="cellama's engine options as JSON")
     add(
         "--server-slots",
         type=int,
         nargs="*",
         default=[16, 32, 64],
-        help="values of -np for llama-server",
+        help="values of llama-server's -np to measure",
     )
     add("--arrivals", type=int, default=80, help="number of requests per arrival rate")
     add(
@@ -65,8 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.25, 0.5, 0.8],
         help="arrival rates relative to llama-server's rate",
     )
-    add("--rates", type=float, nargs="*", default=[], help="arrivals per second instead of shares")
-    add("--threads", type=int, default=CORES, help="threads per server")
+    add(
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[],
+        help="arrivals per second, instead of shares of llama-server's rate",
+    )
+    add("--threads", type=int, default=CORES, help="number of threads per server")
     add("--seed", type=int, default=0)
 
 
@@ -108,7 +114,7 @@ def _arrive(path: Path, args: argparse.Namespace, server_slots: int, arrivals: A
 
 
 def _longest(arrivals: Arrivals) -> int:
-    """Return the token count of the longest request in any phase. Bulk requests contain no chats."""
+    """Return the token count of the longest request in any phase. Bulk requests do not contain chats."""
     phases = [arrivals.conversations(load, index) for load in arrivals.loads for index in range(len(arrivals.rates))]
     return max(LoadShape(1, scale=arrivals.shape.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
 

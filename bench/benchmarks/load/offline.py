@@ -1,8 +1,8 @@
 """Compare bulk runs of cellama, llama-server and a naive Celery task, with and without shared prefixes.
 
-All of these run one after the other on the same machine, and process the same lines. Prompts are token ids, and
-sampling is greedy with a fixed number of tokens. llama-server runs with its defaults, and with the value of -np that
-was fastest for --try-lines lines.
+All variants run one after another on the same machine, and process the same lines. Prompts are token ids, and sampling
+is greedy with a fixed number of tokens. llama-server runs both with its defaults and with the value of -np that was
+fastest for --try-lines lines.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="variants of cellama to measure"
     )
-    parser.add_argument("--lines", type=int, default=2000, help="lines per workload")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens per independent line")
-    parser.add_argument("--shared-prompt", type=int, default=384, help="prompt tokens per line in families")
-    parser.add_argument("--shared", type=int, default=320, help="prompt tokens that a family shares")
+    parser.add_argument("--lines", type=int, default=2000, help="number of lines per workload")
+    parser.add_argument("--prompt", type=int, default=128, help="number of prompt tokens per independent line")
+    parser.add_argument("--shared-prompt", type=int, default=384, help="number of prompt tokens per line in families")
+    parser.add_argument("--shared", type=int, default=320, help="prompt tokens that all lines of a family share")
     parser.add_argument("--families", type=int, default=20)
-    parser.add_argument("--new", type=int, default=64, help="tokens to generate per line")
-    parser.add_argument("--slots", type=int, default=64, help="slots for cellama, unless --options sets them")
-    parser.add_argument("--options", type=json.loads, default={}, help="engine options for cellama, as JSON")
-    parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of -np to try")
-    parser.add_argument("--try-lines", type=int, default=256, help="lines for each value of -np")
+    parser.add_argument("--new", type=int, default=64, help="number of tokens to generate per line")
+    parser.add_argument("--slots", type=int, default=64, help="number of cellama's slots, unless --options sets it")
+    parser.add_argument("--options", type=json.loads, default={}, help="cellama's engine options as JSON")
+    parser.add_argument(
+        "--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of llama-server's -np to try"
+    )
+    parser.add_argument("--try-lines", type=int, default=256, help="number of lines to run for each value of -np")
     parser.add_argument(
         "--naive-lines", type=int, default=0, help="number of lines for the naive Celery task (0: all lines)"
     )
     parser.add_argument("--naive-processes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=CORES, help="threads per server")
+    parser.add_argument("--threads", type=int, default=CORES, help="number of threads per server")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Workload:
-    """One workload and its measurements."""
+    """A workload and its measurements."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self._name, self._args, self._path = name, args, model_path(args.model)
@@ -84,7 +86,7 @@ class _Workload:
         )
 
     def run(self, folder: Path) -> None:
-        """Run all variants one after the other."""
+        """Run all variants one after another."""
         args, source, target = self._args, folder / f"{self._name}.jsonl", folder / f"{self._name}.out.jsonl"
         write_lines(source, self._lines)
         size = self._length + args.new
@@ -139,7 +141,7 @@ class _Workload:
         return self._outcomes[who].num_lines / self._outcomes[who].seconds
 
     def ratios(self) -> dict[str, float]:
-        """Return ratios between cellama's first variant and each peer, and between its prefill and the optimum."""
+        """Return the ratios between cellama's first variant and each peer, and between its prefill and the optimum."""
         first = next((OURS[way] for way in self._args.ours if OURS[way] in self._outcomes), None)
         if first is None:
             return {}

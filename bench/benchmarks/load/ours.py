@@ -1,4 +1,4 @@
-"""cellama's variants of a bulk run: the engine alone, one job per line, and `cellama batch run`."""
+"""Bulk runs with the engine alone, with one job per line, and with `cellama batch run`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCH = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bat
 
 
 def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """Run the engine without a queue, with the lines in file order, as the baseline."""
+    """Run the lines in file order on the engine without a queue, as the baseline."""
     with loaded(model, **options) as ours:
         warm_up(ours)
 
@@ -37,7 +37,7 @@ def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> 
 
 
 def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> TimedFile:
-    """Run a worker with one Celery job per line, in file order."""
+    """Run the lines in file order on a worker, with one Celery job per line."""
 
     def run(out: IO[str]) -> None:
         from cellama.tasks import GenerateParams, generate

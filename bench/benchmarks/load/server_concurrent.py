@@ -1,7 +1,7 @@
-"""Measure rate and time to first token for growing numbers of concurrent callers, with llama-server for comparison.
+"""Measure rate and time to first token for increasing numbers of concurrent callers, and compare with llama-server.
 
-The engine and the server alternate, and have the same number of slots. Each request has its own thread, which calls the
-engine directly or the server over HTTP.
+Calls alternate between the engine and the server, which have the same number of slots. Each request has its own thread,
+which calls the engine directly or the server over HTTP.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cellama.bench.peers.programs import llama_server
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens per prompt")
-    parser.add_argument("--new", type=int, default=48, help="tokens to generate per request")
+    parser.add_argument("--prompt", type=int, default=64, help="number of tokens per prompt")
+    parser.add_argument("--new", type=int, default=48, help="number of tokens to generate per request")
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of complete jobs, through Redis and a worker: rate and latency."""
+"""Benchmarks that measure the rate and latency of complete jobs, which pass through Redis and a worker."""

@@ -1,8 +1,9 @@
-"""Compare two workers that prefer jobs whose prefix they hold with workers that take jobs in order.
+"""Compare two workers that prefer jobs whose prefix they hold with two workers that take jobs in order.
 
-The families of prompts fit into the caches of both workers together, but not into the cache of one worker. The jobs
-wait in Redis while the workers are suspended (SIGSTOP), and the time is measured from their start to the last result.
-Rounds alternate, and each has new prompts. Other jobs share no prefixes.
+The families of prompts fit into the caches of both workers together, but not into one worker's cache. The jobs wait in
+Redis while the workers are suspended (SIGSTOP). The time is measured from the moment when the workers resume to the
+last result. Rounds with and without affinity alternate, and each round has new prompts. A second kind of work consists
+of jobs that share no prefixes.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ FAMILIES, RANDOM = "families", "nothing shared"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=240, help="jobs per round")
+    parser.add_argument("--jobs", type=int, default=240, help="number of jobs per round")
     parser.add_argument("--families", type=int, default=40)
-    parser.add_argument("--shared", type=int, default=512, help="tokens that a family shares")
-    parser.add_argument("--own", type=int, default=16, help="further prompt tokens of each job")
+    parser.add_argument("--shared", type=int, default=512, help="prompt tokens that all jobs of a family share")
+    parser.add_argument("--own", type=int, default=16, help="number of additional prompt tokens per job")
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument(
         "--cache-ram",
         type=int,
         default=250,
-        help="quota of KV states in RAM per worker, in MB; the default holds about 20 families",
+        help="RAM quota for KV states per worker, in MB; the default holds about 20 families",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The rate of a round, and the computed share of its prompt tokens."""
+    """A round's rate and the share of its prompt tokens that was computed."""
 
     tokens_per_s: float
     computed: float

@@ -1,8 +1,8 @@
-"""Measure how much of each turn is computed again in sessions of coding agents that AIPerf generates and sends.
+"""Measure how much of each turn is recomputed in coding-agent sessions that AIPerf generates and sends.
 
-Each session has a head that all sessions share, the context of a repository, its own files, and turns that add tool
-results. AIPerf sends the model's replies back as the session's history. A proxy between AIPerf and the gateway records
-the usage of each turn. AIPerf is installed from PyPI into its own environment.
+Each session consists of a head that all sessions share, the context of a repository, its own files, and turns that add
+tool results. AIPerf sends the model's replies back as part of the session's history. A proxy between AIPerf and the
+gateway records the usage of each turn. AIPerf is installed from PyPI into a separate environment.
 """
 
 from __future__ import annotations
@@ -38,18 +38,25 @@ CAVEATS = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--environment", help="directory of AIPerf's environment (default: a new one)")
+    parser.add_argument("--environment", help="directory of AIPerf's environment (default: a new temporary directory)")
     parser.add_argument("--sessions", type=int, default=4, help="number of sessions")
     parser.add_argument("--seed", type=int, default=36, help="seed of the sessions")
-    parser.add_argument("--turns", type=int, default=40, help="turns per session")
-    parser.add_argument("--concurrency", type=int, default=2, help="number of concurrent sessions, each with a slot")
+    parser.add_argument("--turns", type=int, default=40, help="number of turns per session")
+    parser.add_argument(
+        "--concurrency", type=int, default=2, help="number of concurrent sessions, each of which has a slot"
+    )
     parser.add_argument("--endpoints", nargs="+", choices=list(ENDPOINTS), default=list(ENDPOINTS))
-    parser.add_argument("--templates", nargs="+", default=[], help="chat template files (default: the model's own)")
+    parser.add_argument(
+        "--templates", nargs="+", default=[], help="chat template files to measure (default: the model's own template)"
+    )
 
 
 @dataclass(frozen=True)
 class TraceRun:
-    """The sessions of one run. The shares are those of the previous turn's prompt and reply, in percent."""
+    """The sessions of one run.
+
+    `lowest` and `median` are cached shares of the previous turn's prompt and reply, in percent.
+    """
 
     template: str
     endpoint: str
@@ -115,7 +122,7 @@ def _row(template: str, endpoint: str, exchanges: Sequence[Exchange]) -> TraceRu
 
 
 def _problems(row: TraceRun, exchanges: Sequence[Exchange], sessions: int, turns: int) -> list[str]:
-    """Return the failed requests of a run, and whether turns are missing."""
+    """Return descriptions of a run's failed requests and of missing turns."""
     called = f"{row.template}, {row.endpoint}"
     failed = [f"{called}: {one.status}: {one.answer[:300]}" for one in exchanges if one.status >= 400]
     if (row.sessions, row.turns) != (sessions, sessions * turns):
@@ -124,7 +131,7 @@ def _problems(row: TraceRun, exchanges: Sequence[Exchange], sessions: int, turns
 
 
 def _distributions(turns: int) -> dict[str, Any]:
-    """Return the lengths of AIPerf's sessions in tokens: its own shape, scaled to the context of a small model."""
+    """Return the lengths of AIPerf's sessions in tokens, scaled down to the context of a small model."""
     return {
         "turns": dict.fromkeys(("mean", "median", "min", "max"), turns),
         "max_prompt_tokens": CONTEXT_TOKENS,

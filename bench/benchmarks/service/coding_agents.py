@@ -1,10 +1,10 @@
-"""Measure how much of each turn Claude Code and Codex CLI compute again, without and with reasoning.
+"""Measure how much of each turn is recomputed for Claude Code and Codex CLI, with and without reasoning.
 
 Both programs are installed with npm and run unmodified, with all of their tools, on a task of several turns. The
-bundled model is too small for the task, so its replies are scripted (bench/models/scripted_replies.py). Everything else
-is as usual: the template, the tokens, the KV cache and its reuse. Before one of the turns the worker is killed with
-SIGKILL, and another one starts. By default, the model has only one layer, because Claude Code's first prompt has
-more than 40,000 tokens of the bundled vocabulary.
+bundled model is too small for the task, so its replies are scripted (bench/models/scripted_replies.py). The template,
+the tokens, the KV cache and its reuse work as usual. Before one of the turns, the worker is killed with SIGKILL, and
+another worker starts. By default, the model has only one layer, because Claude Code's first prompt has more than 40,000
+tokens of the bundled vocabulary.
 """
 
 from __future__ import annotations
@@ -60,17 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[7],
         metavar="TURN",
-        help="turns before which the worker is killed",
+        help="turns before which to kill the worker",
     )
-    parser.add_argument("--without-replay", action="store_true", help="let the chat template render earlier replies")
+    parser.add_argument(
+        "--without-replay",
+        action="store_true",
+        help="render earlier replies with the chat template instead of replaying them",
+    )
 
 
 @dataclass(frozen=True)
 class AgentTurn:
     """The usage of one turn.
 
-    `reused` is the cached share of the previous turn's prompt and reply, in percent. `broken_by` is the reason why the
-    prompt does not continue the previous turn, from `cellama cache explain`.
+    `reused` is the cached share of the previous turn's prompt and reply, in percent. `broken_by` is the reason,
+    according to `cellama cache explain`, why the prompt does not continue the previous turn.
     """
 
     agent: str
@@ -86,7 +90,7 @@ class AgentTurn:
 
 @dataclass(frozen=True)
 class CodingAgent:
-    """How to run an agent: its command, its environment, and the calls that the model makes."""
+    """An agent's command and environment, and the calls that the model makes."""
 
     argv: Callable[[str, bool, str], Sequence[str]]  # of a gateway's URL, whether the model reasons, and the task
     environment: Callable[[str, bool, Path], Mapping[str, str]]  # the third argument is a scratch directory
@@ -202,7 +206,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _install(folder: Path, agent: str) -> str:
-    """Install an agent with npm, and return why that failed, or an empty text."""
+    """Install an agent with npm, and return the reason for a failure, or an empty text."""
     if shutil.which("npm") is None:
         return "npm is not in PATH; install Node.js, or pass --programs"
     if not (folder / "package.json").exists():  # npm removes packages that this file doesn't name
@@ -230,9 +234,9 @@ def _version(program: Path) -> str:
 
 
 class Runs:
-    """A service with a gateway, in which agents run one after the other. Use it as a context manager.
+    """A service with a gateway that agents use one after another. Use this class as a context manager.
 
-    All runs share one directory, so that an agent's instructions are computed once.
+    All runs share one directory, so that an agent's instructions are computed only once.
     """
 
     def __init__(self, folder: Path, source: Path, programs: Path, *, replays: bool) -> None:
@@ -261,7 +265,7 @@ class Runs:
     def run(
         self, name: str, reasoning: str, kill_before: Sequence[int]
     ) -> tuple[list[AgentTurn], list[str], list[str]]:
-        """Run the task. Return its turns, its problems, and the errors after which the agent sent other requests."""
+        """Run the task, and return its turns, its problems, and the rejections after which the agent continued."""
         agent, label = AGENTS[name], f"{name}, reasoning {reasoning}"
         for directory in (self._work, self._home):
             shutil.rmtree(directory, ignore_errors=True)
@@ -287,7 +291,7 @@ class Runs:
         return turns, [f"{label}: {problem}" for problem in problems], list(dict.fromkeys(rejected))
 
     def _run_program(self, agent: CodingAgent, url: str, reasons: bool) -> str:
-        """Run the program until it exits, and return its problem, or an empty text."""
+        """Run the program until it exits, and return the problem if it failed, or an empty text."""
         # Each run has another task, so that it shares only the agent's instructions with the runs before it.
         argv = list(agent.argv(url, reasons, f"{TASK} This is run {self._num_runs}."))
         argv[0] = str(self.programs / argv[0])
@@ -342,7 +346,10 @@ def _replies(calls: Sequence[Call]) -> list[ScriptedReply]:
 
 
 class _Killer:
-    """Kills the worker before turns are passed on, and starts another one. Agents send one turn at a time."""
+    """Kills the worker before certain turns are passed on, and starts another worker.
+
+    Agents send one turn at a time.
+    """
 
     def __init__(self, service: Service, recorder: Recorder, turns: Sequence[int]) -> None:
         self.left = set(turns)
@@ -361,12 +368,12 @@ class _Killer:
 
 
 def _of_turns(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Return the turns of the task, without side requests."""
+    """Return the turns of the task, excluding side requests."""
     return [one for one in exchanges if one.status == 200 and one.body.get("tools") and one.method == "POST"]
 
 
 def _parts(exchange: Exchange) -> list[dict[str, Any]]:
-    """Return the messages and responses of the answer's events, and the events themselves."""
+    """Return the answer's events, and the messages and responses that they contain."""
     return [part for event in exchange.events for part in (event, event.get("message"), event.get("response")) if part]
 
 

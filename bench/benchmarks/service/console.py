@@ -1,11 +1,10 @@
-"""Compare the rate of jobs while three pages of the console are open with the rate while the console is closed.
+"""Compare the job rate while three console pages are open with the rate while the console is closed.
 
-The pages are the overview, the list of jobs, and the page of a running job with its live output. They are requested as
-often as their scripts request them in a browser. Rounds with and without pages alternate.
-
-Rates vary by more than one percent between rounds. Therefore, the benchmark also measures the processor time of the
-gateway and of Redis, which depends little on other work on the machine. The share of the machine's processor time that
-they use while the pages are open, minus their share while the pages are closed, is what the console takes from workers.
+The pages are the overview, the list of jobs, and the page of a running job with its live output. The benchmark requests
+the pages as often as their scripts would request them in a browser. Rounds with and without pages alternate. Rates vary
+by more than one percent between rounds. Therefore, the benchmark also measures the processor time of the gateway and of
+Redis, which depends little on other work on the machine. The cost of the console is the share of the machine's
+processor time that these two use while the pages are open, minus their share while the pages are closed.
 """
 
 from __future__ import annotations
@@ -36,11 +35,15 @@ KEPT_IF_STALLED = "rate kept, if every step waits for the gateway and Redis"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=32, help="jobs per round, all queued when the round starts")
+    parser.add_argument(
+        "--jobs", type=int, default=32, help="number of jobs per round, which are all queued when the round starts"
+    )
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens per job")
-    parser.add_argument("--new", type=int, default=128, help="tokens to generate per job")
-    parser.add_argument("--rounds", type=int, default=8, help="number of rounds with the console, and without it")
+    parser.add_argument("--prompt", type=int, default=64, help="number of prompt tokens per job")
+    parser.add_argument("--new", type=int, default=128, help="number of tokens to generate per job")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="number of rounds with the console, and also of rounds without it"
+    )
 
 
 CAVEATS = (
@@ -51,7 +54,7 @@ CAVEATS = (
 
 
 class OpenConsole:
-    """Requests the pages of the console until it is closed, and counts the answers."""
+    """Requests the console's pages until `close` is called, and counts the answers."""
 
     def __init__(self, port: int, job_id: str) -> None:
         self.num_answers = 0
@@ -113,7 +116,7 @@ class OpenConsole:
 
 @dataclass(frozen=True)
 class ConsoleRound:
-    """A round: its tokens per second, and the processor seconds that the gateway and Redis used per second."""
+    """A round's tokens per second, and the processor seconds that the gateway and Redis used per second."""
 
     rate: float
     gateway_share: float
@@ -179,7 +182,7 @@ def _round(
     gateway_pid: int,
     console: Callable[[str], contextlib.AbstractContextManager[Any]],
 ) -> ConsoleRound:
-    """Measure a round. The first job is the one that the console follows."""
+    """Measure a round. The console follows the round's first job."""
     from cellama.tasks import generate
 
     prompts: Sequence[Any] = random_prompts(args.jobs, args.prompt)

@@ -1,7 +1,7 @@
-"""Measure how fast jobs are queued: one by one, from threads, in bulk, and with Celery's send_task in the same run.
+"""Measure how fast jobs are queued one by one, from threads, in bulk, and with Celery's send_task.
 
 No worker is running. send_task writes a message and a task-sent event. The other methods also check the job and write
-its entry. Rounds alternate between the methods, so that noise affects all of them equally, and medians are shown.
+its entry. Rounds alternate between the methods so that noise affects all of them equally. Medians are shown.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PARAMS: dict[str, Any] = {"max_tokens": 16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=5000, help="jobs per method and round")
+    parser.add_argument("--jobs", type=int, default=5000, help="number of jobs per method and round")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chars", type=int, default=100, help="characters per prompt")
+    parser.add_argument("--chars", type=int, default=100, help="number of characters per prompt")
 
 
 def run(args: argparse.Namespace) -> Report:

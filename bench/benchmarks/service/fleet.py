@@ -1,12 +1,12 @@
-"""Simulate a fleet with the real scripts of the ledger in virtual time, with the same result on every machine.
+"""Simulate a fleet in virtual time with the ledger's real scripts. The results are the same on every machine.
 
-Each fair run has random tenants, weights, workers and jobs. It measures how much the weighted services of two tenants
-that both have waiting jobs differ, relative to VTC's bound.
+Each fairness run has random tenants, weights, workers and jobs. The run measures the difference between the weighted
+services of two tenants with waiting jobs, relative to VTC's bound.
 
 Other runs compare workers that prefer jobs whose prefix they hold with workers that take jobs in order. Their requests
-have the shape of Mooncake's conversation trace, or of Azure's traces, which share no prefixes (harness/traces.py). A
-load of 1 has as many prompt tokens per second as the workers can prefill. The rate counts the tokens of requests that
-ended before the last session started.
+have the shape of Mooncake's conversation trace or of Azure's traces, which share no prefixes (harness/traces.py). At a
+load of 1, as many prompt tokens arrive per second as the workers can prefill. The rate counts the tokens of requests
+that ended before the last session started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FAMILIES = "families"  # requests that all arrive at the start, for two workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=1000, help="number of fair runs")
+    parser.add_argument("--runs", type=int, default=1000, help="number of fairness runs")
     parser.add_argument("--traces", nargs="*", choices=[*MEAN_PROMPT, FAMILIES], default=[*MEAN_PROMPT, FAMILIES])
     parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.8, 1.0, 1.5])
     parser.add_argument("--requests", type=int, default=2000)
@@ -77,7 +77,7 @@ TARGETS = {GAP: "<= 1", SHARED: "<= 1.15 of one shared cache", RATE: ">= 1.8", F
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The largest difference of two tenants' weighted services in a run, and VTC's bound, in tokens.
+    """The largest difference between two tenants' weighted services in a run, and VTC's bound, in tokens.
 
     The bound is twice the cost of the largest prompt or of all jobs that workers can hold at the same time, whichever
     is larger, divided by the smallest weight (arXiv 2401.00588).
@@ -106,7 +106,7 @@ def _row_of(gaps: Sequence[Gap]) -> dict[str, Any]:
 
 
 def fair_run(redis: Any, seed: int, *, has_affinity: bool = False) -> Gap:
-    """Simulate random tenants with random jobs on a few workers."""
+    """Simulate random tenants that run random jobs on a few workers."""
     rng = random.Random(seed)
     redis.flushdb()
     shape = FleetShape(
@@ -136,7 +136,7 @@ def fair_run(redis: Any, seed: int, *, has_affinity: bool = False) -> Gap:
 
 
 def _random_jobs(rng: random.Random, tenant: str) -> list[Session]:
-    """Return jobs of a tenant that arrive in bursts or one by one."""
+    """Return a tenant's jobs, which arrive in bursts or one by one."""
     max_prompt, max_new = rng.choice([50, 400, 1500]), rng.choice([5, 20, 60])
 
     def lengths(rng: random.Random) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""Compare the estimates of `Client.position` for jobs of mixed lengths on two workers with their actual waits.
+"""Compare `Client.position`'s estimates for jobs of mixed lengths on two workers with the jobs' actual waits.
 
-Jobs arrive in bursts, and the position is read right after each job is queued. Jobs without a history get no estimate,
-and are counted separately. Waits are measured with Redis' clock, from the call until the job gets a slot.
+Jobs arrive in bursts, and the position is read right after each job is queued. Jobs that get no estimate because there
+is no history are counted separately. Waits are measured with Redis's clock, from the call until the job gets a slot.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ LONG_S = 3.0  # shorter waits are counted separately, because each range include
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--burst", type=int, default=50, help="jobs per burst")
-    parser.add_argument("--left", type=int, default=10, help="number of waiting jobs at which the next burst starts")
+    parser.add_argument("--burst", type=int, default=50, help="number of jobs per burst")
+    parser.add_argument("--left", type=int, default=10, help="number of waiting jobs below which the next burst starts")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=64, help="maximum number of prompt tokens")
-    parser.add_argument("--new", type=int, nargs=2, default=(8, 128), help="minimum and maximum tokens to generate")
+    parser.add_argument(
+        "--new", type=int, nargs=2, default=(8, 128), help="minimum and maximum number of tokens to generate"
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step, for small models")
+    parser.add_argument(
+        "--pace", type=float, default=0.0, help="minimum duration of a step in seconds, for small models"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

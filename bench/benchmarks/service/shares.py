@@ -1,7 +1,7 @@
-"""Measure how long Redis needs to choose the next job of many tenants, and how fairly it divides the service.
+"""Measure the time that Redis takes to choose the next job among many tenants, and the fairness of the choice.
 
-No worker is running. Jobs are queued and taken through the ledger, in the same way as by a worker. The time of a take
-is the time of the script in Redis, without the way to Redis.
+No worker is running. Jobs are queued and taken through the ledger, in the same way as a worker takes them. The time of
+a take is the script's running time in Redis, without the network round trip.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _measure(redis: Any, num_jobs: int, num_tenants: int, num_takes: int) -> dict[str, Any]:
-    """Take some of the jobs of a queue, in which the first tenant has half of all jobs."""
+    """Take some jobs from a queue in which the first tenant has half of all jobs."""
     from cellama.tasks.contract.names import queue_key
     from cellama.tasks.state.ledger import Ledger
 
@@ -67,7 +67,7 @@ def _measure(redis: Any, num_jobs: int, num_tenants: int, num_takes: int) -> dic
 
 
 def _script_time(redis: Any) -> tuple[int, int]:
-    """Return the number of scripts that Redis has run, and their time in microseconds."""
+    """Return the number of scripts that Redis has run, and their total time in microseconds."""
     found = redis.info("commandstats")["cmdstat_evalsha"]
     return found["calls"], found["usec"]
 

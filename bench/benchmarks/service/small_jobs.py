@@ -1,7 +1,8 @@
-"""Compare the cost of very small jobs with a Celery task that does nothing.
+"""Compare the cost of very small jobs with the cost of a Celery task that does nothing.
 
-The jobs wait in Redis while the worker is suspended (SIGSTOP), so no other process needs a processor when it resumes.
-The time is measured from then to the last result. All workers keep running, rounds alternate, and medians are shown.
+The jobs wait in Redis while the worker is suspended (SIGSTOP), so no other process needs a processor when the worker
+resumes. The time is measured from that moment to the last result. All workers keep running, rounds alternate, and
+medians are shown.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Way:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=1500, help="jobs per method and round")
+    parser.add_argument("--jobs", type=int, default=1500, help="number of jobs per method and round")
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="engine slots")
+    parser.add_argument("--threads", type=int, default=1, help="number of engine slots")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--ways", nargs="+", metavar="TEXT", help="measure only jobs whose names contain one of these strings"
@@ -114,7 +115,7 @@ def _ours(pid: int, client: Client) -> Iterator[Way]:
 
 
 def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
-    """Return the jobs per second, and the CPU milliseconds per job of the worker and of Redis."""
+    """Return the jobs per second, and the CPU milliseconds that the worker and Redis use per job."""
     os.kill(way.pid, signal.SIGSTOP)
     try:
         ids = way.queue([TEXT.format(number) for number in range(num_jobs)])
@@ -133,7 +134,7 @@ def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
 
 
 def _unfinished(redis: Any, ids: list[str]) -> list[str]:
-    """Return the unfinished jobs. Jobs finish roughly in order, so only the first ones are checked."""
+    """Return the unfinished jobs. Jobs finish roughly in order, so only the first jobs are checked."""
     with redis.pipeline(transaction=False) as pipe:
         for job_id in ids[:LOOK]:
             pipe.getrange(f"celery-task-meta-{job_id}", 0, 30)

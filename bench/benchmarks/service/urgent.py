@@ -1,8 +1,8 @@
 """Compare urgent jobs on a worker with a backlog of bulk work to urgent jobs on an idle worker.
 
-The bulk work consists of separate jobs, or of the lines of a `cellama batch run`. The same amount of bulk work runs
-once alone, and once with an urgent job every few seconds from start to end. The loss of throughput consists of the work
-of the urgent jobs and the cost of interrupting bulk work.
+The bulk work consists of separate jobs or of the lines of a `cellama batch run`. The same amount of bulk work runs once
+alone, and once with an urgent job every few seconds. The loss of throughput consists of the urgent jobs' work and the
+cost of interrupting bulk work.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", choices=("jobs", "batch"), default="jobs", help="kind of bulk work")
     parser.add_argument("--bulk", type=int, default=420, help="number of running and waiting bulk jobs or lines")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=64, help="tokens per bulk job")
+    parser.add_argument("--new", type=int, default=64, help="number of tokens per bulk job")
     parser.add_argument("--samples", type=int, default=24, help="minimum number of urgent jobs")
-    parser.add_argument("--pause", type=float, default=4.0, help="seconds between two urgent jobs")
+    parser.add_argument("--pause", type=float, default=4.0, help="pause between two urgent jobs in seconds")
     parser.add_argument("--threads", type=int, default=CORES)
     parser.add_argument("--seed", type=int, default=0)
 
@@ -83,7 +83,7 @@ class _BulkWork:
         self.num_begun = self.num_finished = 0
 
     def run(self, meanwhile: Callable[[_Work], None]) -> None:
-        """Run the bulk work. Each further call runs twice the amount of the previous call."""
+        """Run the bulk work. Each call runs twice as much work as the previous call."""
         prompts = random_prompts(self._count, self._args.prompt, seed=10_000 * self._seed + self._count)
         started = time.monotonic()
         with self._begin(self._folder, prompts, self._args.new) as work:
@@ -110,7 +110,7 @@ class _Work(Protocol):
     def ended(self) -> bool: ...
 
     def num_finished(self) -> int:
-        """Wait for the end, and return the number of jobs that finished with all of their tokens."""
+        """Wait until the work has ended, and return the number of jobs that finished with all of their tokens."""
         ...
 
 
@@ -144,7 +144,7 @@ class _Jobs:
 
 
 class _BulkRun:
-    """A running `cellama batch run`, and its output."""
+    """A running `cellama batch run` command and its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], target: Path) -> None:
         self._process, self._target = process, target

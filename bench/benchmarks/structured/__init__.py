@@ -1,1 +1,1 @@
-"""Benchmarks of structured output: the cost of schemas, whether texts conform, and other projects' clients."""
+"""Benchmarks that measure the cost of schemas, and test the conformance of texts and other projects' clients."""

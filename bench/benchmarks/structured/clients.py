@@ -1,8 +1,8 @@
 """Test structured output with unmodified clients of other projects, using pydantic models and Zod schemas.
 
-Each environment is created in a temporary directory with pip or npm, which needs access to their registries.
-`installed` is the environment of this Python. The bundled model gets a bias towards closing tokens, so that answers end
-within max_tokens.
+Each environment is created in a temporary directory with pip or npm, which require access to their registries.
+`installed` is the environment of the current Python. The bundled model gets a bias towards closing tokens so that
+answers end within max_tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[INSTALLED, *PYTHON, AI_SDK],
         default=[*PYTHON, AI_SDK],
-        help="environments to test; openai-2 also has langchain, instructor and anthropic, and ai-sdk needs Node.js",
+        help="environments to test; openai-2 also contains langchain, instructor and anthropic, and ai-sdk requires "
+        "Node.js",
     )
 
 
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _calls(name: str, folder: Path, url: str) -> list[SchemaCall]:
-    """Create an environment, and call its clients in it. Raises CalledProcessError or TimeoutExpired."""
+    """Create an environment and call its clients. Raises CalledProcessError or TimeoutExpired."""
     package = folder.joinpath(*__package__.split("."))  # the clients' Python has no cellama, but modules of that name
     package.mkdir(parents=True)
     for script in SCRIPTS:
@@ -96,7 +97,7 @@ def _calls(name: str, folder: Path, url: str) -> list[SchemaCall]:
 
 
 def _argv(name: str, folder: Path) -> list[str]:
-    """Install the packages of an environment, and return the command that calls its clients, without the URL."""
+    """Install an environment's packages, and return the command that calls its clients, without the URL."""
     if name == AI_SDK:
         (folder / "package.json").write_text("{}")
         _install(["npm", "install", "--no-audit", "--no-fund", *NODE], folder)

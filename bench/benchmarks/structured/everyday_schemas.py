@@ -1,7 +1,7 @@
-"""Schemas that people send: common pydantic models, and the output of Zod 4's `z.toJSONSchema` for common types.
+"""Schemas that users commonly send, generated from pydantic models and by Zod 4's `z.toJSONSchema`.
 
 `MODELS` contains the pydantic classes. `ZOD` maps the Zod expression for the property `value` to the schema that Zod
-writes. `SCHEMAS` contains the JSON Schemas of both, keyed by name.
+generates. `SCHEMAS` contains the JSON Schemas of both, keyed by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draw random texts that a constraint allows, without a model.
 
-Tests of constraints need texts that a good model would not write, and these texts must end. The weights are therefore
-random, and favour the end of a text more and more as the text grows.
+Tests of constraints require texts that a good model would not write, and these texts must end. The weights are
+therefore random, and increasingly favour the end of a text as the text grows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ODD = b'"\\{}[],:.-+eE0'  # bytes at which the rules of JSON and of numbers cha
 
 
 class DeadEnd(Exception):
-    """The text can neither be continued nor ended at this point."""
+    """The text can neither continue nor end at this point."""
 
 
 class SampledTexts:
-    """Draws texts over the vocabulary of a model, by default the bundled one."""
+    """Draws texts from a model's vocabulary, by default the vocabulary of the bundled model."""
 
     def __init__(self, path: Path = TINY_PATH) -> None:
         self._weights = LlamaModel(path)
@@ -40,15 +40,15 @@ class SampledTexts:
         self._liking = 1.0 + 6.0 * np.array(odd) + 2.0 * np.array(single)  # words are likelier than bytes
 
     def texts(self, form: GrammarSpec, count: int, seed: int = 0, max_tokens: int = MAX_TOKENS) -> list[str | None]:
-        """Return `count` texts that this constraint allows. A text is None if it has not finished after `max_tokens`.
+        """Return `count` texts that this constraint allows.
 
-        Raises InvalidRequest, GrammarFailed or DeadEnd.
+        A text is None if it has not finished after `max_tokens`. Raises InvalidRequest, GrammarFailed or DeadEnd.
         """
         compiled = self.grammars.compile(form)
         return [self._text(compiled.start(), Random(seed * 1000 + at), max_tokens) for at in range(count)]
 
     def accepts(self, form: GrammarSpec, text: str) -> bool:
-        """Return whether the constraint allows the text, which is tokenized into single bytes."""
+        """Return whether the constraint allows the text when it is tokenized into single bytes."""
         constraint = self.grammars.compile(form).start()
         for token in self._weights.tokenize(text, add_special=False):
             if not constraint.allows(np.array([token]))[0]:

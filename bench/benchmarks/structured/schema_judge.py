@@ -1,6 +1,6 @@
 """Check whether JSON conforms to a schema, with the `jsonschema` library (draft 2020-12, formats, exact decimals).
 
-Doubles would fail multiples of 0.01 that are written correctly, so numbers are read as decimals.
+Numbers are parsed as decimals, because doubles would fail for correctly written multiples of 0.01.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ class Unjudgeable(Exception):
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        """Check formats unless the schema has patterns. If both can't be enforced, only the pattern is enforced."""
+        """Check formats unless the schema contains patterns.
+
+        If a pattern and a format can't both be enforced, only the pattern is.
+        """
         text = json.dumps(schema)
         formats = None if '"pattern"' in text else FORMATS
         self._validator = jsonschema.Draft202012Validator(exact(text), format_checker=formats)
 
     def problem(self, text: str) -> str | None:
-        """Return why a JSON text does not conform, or None if it does.
+        """Return the reason why a JSON text does not conform, or None if it conforms.
 
         Raises ValueError if the text is not valid JSON, and Unjudgeable if jsonschema can't validate it.
         """

@@ -1,4 +1,4 @@
-"""Sample texts for each schema of the JSON-Schema-Test-Suite without a model, and check that every text conforms."""
+"""Sample texts for each schema in the JSON-Schema-Test-Suite without a model, and check that every text conforms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(SUITE) or None,
         help=f"directory of the JSON-Schema-Test-Suite (default: the environment variable {SUITE})",
     )
-    parser.add_argument("--outputs", type=int, default=20, help="sampled texts per accepted schema")
+    parser.add_argument("--outputs", type=int, default=20, help="number of texts to sample per accepted schema")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -66,7 +66,9 @@ def _files(suite: Path) -> list[Path]:
         found = sorted(directory.glob("*.json"))
         if directory.name == _DRAFT and found:
             return found
-    raise SystemExit(f"--suite: {str(suite)!r} has no tests/{_DRAFT}; clone json-schema-org/JSON-Schema-Test-Suite")
+    raise SystemExit(
+        f"--suite: {str(suite)!r} does not contain tests/{_DRAFT}; clone json-schema-org/JSON-Schema-Test-Suite"
+    )
 
 
 class _SuiteCheck:

@@ -1,4 +1,4 @@
-"""Measure the cost of schemas when 64 slots generate JSON, and the cost of masks and compilation alone.
+"""Measure the cost of schemas while 64 slots generate JSON, and the separate costs of masks and compilation.
 
 Runs with and without schemas alternate, and generate the same number of tokens in the same batches. No text may end
 before max_tokens, so each schema describes a long list. Without `--model`, this benchmark uses the padded model.
@@ -52,7 +52,7 @@ CAVEATS = (
 
 
 class StructuredRun(NamedTuple):
-    """A way to run the load: the kind of speculation, and whether schemas are used."""
+    """One variant of the load, which sets the kind of speculation and whether schemas are used."""
 
     speculation: str
     is_bound: bool
@@ -67,7 +67,7 @@ COMPARED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--new", type=int, default=64, help="tokens per request")
+    parser.add_argument("--new", type=int, default=64, help="number of tokens per request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLINGS), choices=list(SAMPLINGS))
     parser.add_argument("--threads", type=int, default=CORES)
@@ -218,7 +218,7 @@ def _compile(grammars: Grammars, schema: Schema) -> Callable[[], Constraint]:
 
 
 def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times) -> None:
-    """Walk through a text token by token. Half of the tokens are short, so that the text gets beyond its first word."""
+    """Walk through a text token by token. Half of the tokens are short so that the text gets beyond its first word."""
     for _ in range(100):
         with masks.measured():
             mask = constraint.mask()
@@ -233,7 +233,7 @@ def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times
 
 
 class _Times:
-    """CPU times of the thread for single operations, in seconds."""
+    """The thread's CPU times for single operations, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -1,8 +1,8 @@
 """Request structured output through Python clients with pydantic models, as their users would.
 
 `python -m cellama.bench.benchmarks.structured.structured_clients URL` calls each installed client of `CLIENTS` with
-each model of `everyday_schemas`, and prints a JSON line per call. It needs only pydantic and the clients, so it runs in
-an environment without cellama's dependencies.
+each model of `everyday_schemas`, and prints a JSON line per call. The program only requires pydantic and the clients,
+so it runs in environments without cellama's dependencies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ask = Callable[[type[BaseModel]], Any]
 
 @dataclass(frozen=True)
 class SchemaClient:
-    """A client: its package, how it is called, and a function that connects to a gateway's URL without `/v1`."""
+    """A client's package, the way it is called, and a function that connects to a gateway's URL without `/v1`."""
 
     package: str
     how: str
@@ -48,10 +48,11 @@ class SchemaClient:
 
 @dataclass(frozen=True)
 class SchemaCall:
-    """One call. `detail` is the error, or the problem with the answer.
+    """The outcome of one call.
 
-    Outcomes are `valid` (an instance of the model), `loose` (pydantic rejects the answer for a rule that the sent JSON
-    Schema does not contain), `refused by client` (nothing was sent), `refused by gateway` (an HTTP error) and `wrong`.
+    `detail` is the error or the problem with the answer. The outcome is `valid` if the answer is an instance of the
+    model. It is `loose` if pydantic rejects the answer because of a rule that the sent JSON Schema does not contain.
+    Other outcomes are `refused by client` (nothing was sent), `refused by gateway` (an HTTP error) and `wrong`.
     """
 
     client: str
@@ -205,7 +206,7 @@ CLIENTS = (  # Anthropic's client takes bounds, patterns and tuples out of the s
 
 
 class _Requests(logging.Handler):
-    """The HTTP statuses that the calling thread has received, as httpx and httpx2 log them."""
+    """Collects the HTTP statuses that each thread receives, from the logs of httpx and httpx2."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -237,7 +238,10 @@ def installed() -> Mapping[str, str]:
 
 
 def calls(url: str, models: Mapping[str, type[BaseModel]] = MODELS) -> Iterator[SchemaCall]:
-    """Call each installed client with each model, several at once. Yield the calls in the order of the lists."""
+    """Call each installed client with each model, with several concurrent calls.
+
+    Yield the calls in the order of the lists.
+    """
     versions, requests = installed(), _Requests()
 
     def call(client: SchemaClient, ask: Ask, name: str) -> SchemaCall:

@@ -1,4 +1,4 @@
-"""Schemas like those that applications send, for the benchmark `structured`."""
+"""Schemas similar to those that applications send, for the `structured` benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRUTH: Schema = {"type": "boolean"}
 
 
 def record(**properties: Schema) -> Schema:
-    """Return an object whose properties are all required, without further properties."""
+    """Return an object schema whose properties are all required and that allows no other properties."""
     return {
         "type": "object",
         "properties": properties,

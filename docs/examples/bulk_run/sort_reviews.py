@@ -1,6 +1,6 @@
-"""Ask a model about each line of a CSV file: python sort_reviews.py reviews.csv sorted.csv
+"""Ask a model about each row of a CSV file. Run `python sort_reviews.py reviews.csv sorted.csv`.
 
-After an interruption, run the same command to resume.
+If the run is interrupted, repeat the command to resume.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Print a story once, even if this program, the gateway, a worker or Redis stops in the meantime.
 
-Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9` and
-start them again: this program resumes where it stopped. Only text that it printed just before it was killed can
+Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9`, and
+start them again. This program resumes where it stopped. Only text that it printed just before it was killed can
 appear twice.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 import httpx
 from openai import APIError, NotFoundError, OpenAI, omit
 
-# The id of the response, and the number of the last event that was read.
+# The response's id, and the number of the last event that was read.
 STATE = Path(os.environ.get("STORY_STATE", "story.json"))
 URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
 RETRY_S = 0.5
 
 
 def start(client: OpenAI) -> dict[str, int | str]:
-    """Start a background response. The key prevents a second one if the answer is lost and the call is repeated."""
+    """Start a background response. If the call is repeated, the key prevents a second response."""
     key = STATE.with_suffix(".key")
     if not key.exists():
         key.write_text(os.urandom(16).hex())
@@ -39,14 +39,14 @@ def start(client: OpenAI) -> dict[str, int | str]:
 
 
 def save(state: dict[str, int | str]) -> None:
-    """Replace the file as a whole, so that a crash leaves either the old or the new state."""
+    """Replace the state file atomically, so that a crash leaves either the old or the new state."""
     new = STATE.with_suffix(".new")
     new.write_text(json.dumps(state))
     new.replace(STATE)
 
 
 def read_events(client: OpenAI, state: dict[str, int | str]) -> bool:
-    """Print the events that have not been read yet. Return True after the last event."""
+    """Print the text of all unread events. Return True after the response's last event."""
     read = int(state["read"])
     after = omit if read < 0 else read
     for event in client.responses.retrieve(str(state["id"]), stream=True, starting_after=after):
@@ -69,7 +69,7 @@ def main() -> None:
                     break
             except NotFoundError as error:
                 sys.exit(f"the response has expired: {error}")
-            except (APIError, httpx.TransportError) as error:  # the latter if a stream breaks off
+            except (APIError, httpx.TransportError) as error:  # TransportError if a stream is interrupted
                 print(f"\n[{error}; retrying]", file=sys.stderr)
             time.sleep(RETRY_S)
     print()

@@ -1,4 +1,4 @@
-"""A web backend with FastAPI that streams stories to a browser as server-sent events: uvicorn app:app"""
+"""A FastAPI backend that streams stories to the browser as server-sent events. Start it with `uvicorn app:app`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Story(BaseModel):
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Create the client, which serves the whole process."""
+    """Create the client for the whole process."""
     async with AsyncClient() as client:
         app.state.client = client
         yield
@@ -43,7 +43,7 @@ async def job_error(request: Request, error: JobError) -> JSONResponse:
 
 @app.exception_handler(RequestValidationError)
 async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
-    """Answer an invalid body or header in the same format as `job_error`."""
+    """Report an invalid body or header in the same format as `job_error`."""
     first = error.errors()[0]
     return JSONResponse({"code": "invalid_request", "message": f"{first['loc'][-1]}: {first['msg']}"}, 400)
 
@@ -63,24 +63,24 @@ async def submit(story: Story, request: Request) -> dict[str, str]:
 
 @app.get("/stories/{job_id}/events")
 async def follow(job_id: str, request: Request, last_event_id: Annotated[int, Header(ge=-1)] = -1) -> Response:
-    """Stream the events after the last one that the browser has: first past events, then live ones."""
+    """Stream past and live events, starting after the last event that the browser has received."""
     client: AsyncClient = request.app.state.client
-    position = await client.position(job_id)  # an unknown job is answered with 404 instead of a broken stream
+    position = await client.position(job_id)  # returns 404 for an unknown job instead of a broken stream
     if position.state == "done" and not [event async for event in client.stream(job_id, last_event_id)]:
-        return Response(status_code=204)  # the browser has all events: this status stops its EventSource
+        return Response(status_code=204)  # the browser has all events, so this status stops its EventSource
     return sse(client.stream(job_id, last_event_id, timeout=math.inf, ping=15))
 
 
 @app.post("/stories/stream")
 async def tell(story: Story, request: Request) -> StreamingResponse:
-    """Stream a story to this reader only. Disconnecting cancels the job."""
+    """Stream a story to a single reader. Disconnecting cancels the job."""
     client: AsyncClient = request.app.state.client
     job = await client.generate("tiny", story.prompt, max_tokens=story.max_tokens)
     return sse(job.stream(timeout=math.inf, ping=15, cancel_on_exit=True))
 
 
 def sse(events: AsyncIterator[Event]) -> StreamingResponse:
-    """Send a job's events as server-sent events. A browser sends the last `seq` back as Last-Event-ID."""
+    """Send a job's events as server-sent events. Reconnecting browsers send the last `seq` as Last-Event-ID."""
 
     async def frames() -> AsyncIterator[str]:
         try:

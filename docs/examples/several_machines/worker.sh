@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a worker on this machine. All machines use the same two settings: the URL of Redis, and the models.
+# Start a worker on this machine. All machines use the same Redis URL and the same models.
 set -euo pipefail
 : "${CELLAMA_REDIS_URL:?must be the URL of the Redis server that all machines share, for instance redis://cellama:PASSWORD@redis.internal:6379/0}"
 export CELLAMA_MODELS="${CELLAMA_MODELS:-tiny=bundled://tiny}"

@@ -1,4 +1,4 @@
-"""Start Redis and a worker with the bundled model once for all tests. Both stop when the tests have finished."""
+"""Start Redis and a worker with the bundled model before the tests, and stop both processes after the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 with socket.create_server(("127.0.0.1", 0)) as free:
     PORT = free.getsockname()[1]
-# cellama reads its settings when it is first used, so set them before any test imports your code.
+# Set these variables before any test imports your code, because cellama reads its settings on first use.
 os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{PORT}/0"
 os.environ["CELLAMA_DATA_DIR"] = tempfile.mkdtemp(prefix="cellama-tests-")
 
@@ -39,5 +39,5 @@ def has_ready_model() -> bool:
     try:
         with Client() as client:
             return any(model["status"] == "ready" for model in client.models())
-    except JobError:  # Redis does not answer yet
+    except JobError:  # Redis doesn't answer yet
         return False

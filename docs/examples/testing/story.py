@@ -1,4 +1,4 @@
-"""The code under test: a function of an application that uses a model."""
+"""The code under test, a function that uses a model."""
 
 from cellama.api import Client
 

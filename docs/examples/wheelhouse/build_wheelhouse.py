@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Build a wheelhouse: a directory with every package that cellama needs on a machine without internet access.
+"""Build a wheelhouse, a directory with every package that cellama needs on a machine without internet access.
 
-Run this with the Python version of the other machine, on the same operating system and processor architecture:
+Run this program with the other machine's Python version, on the same operating system and processor architecture:
 
     python3.11 build_wheelhouse.py wheels --extras worker,embedded,http
 
-It needs internet access and a C++ compiler. The other machine needs neither: copy the directory there, and run the
-commands that this program prints at the end.
+The program needs internet access and a C++ compiler, which the other machine doesn't need. Copy the directory to the
+other machine, and run the commands that this program prints at the end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CONSTRAINTS = CELLAMA / "constraints.txt"
 REQUIREMENTS = "requirements.txt"
 PACKAGED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")  # results of earlier builds
 
-# The wheel contains a library for each generation of CPUs. The worker loads the best one for its CPU.
+# The wheel contains a library for each CPU generation. The worker loads the best library for its CPU.
 ALL_CPUS = "-DGGML_NATIVE=off -DGGML_BACKEND_DL=on -DGGML_CPU_ALL_VARIANTS=on -DCMAKE_INSTALL_BINDIR=llama_cpp/lib"
-# On other processors than x86-64, these libraries need a newer compiler than some systems have.
+# On processors other than x86-64, these libraries need a newer compiler than some systems provide.
 BASELINE = "-DGGML_NATIVE=off"
 
 
 def main() -> None:
-    """Run the command line."""
+    """Build the wheelhouse, and print the installation commands."""
     options = parse()
     wheels: Path = options.directory
     wheels.mkdir(parents=True, exist_ok=True)
@@ -59,16 +59,16 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options of the command line."""
+    """Parse the command-line options."""
     is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
     cmake_args = os.environ.get("CMAKE_ARGS", ALL_CPUS if is_x86 else BASELINE)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="the directory to create")
+    parser.add_argument("directory", type=Path, help="directory to create, which must be empty if it exists")
     parser.add_argument("--extras", default="worker,embedded", help="cellama extras to include (default: %(default)s)")
     parser.add_argument(
-        "--cmake-args", default=cmake_args, metavar="ARGS", help="how to build llama.cpp (default: %(default)s)"
+        "--cmake-args", default=cmake_args, metavar="ARGS", help="CMake arguments of llama.cpp (default: %(default)s)"
     )
-    parser.add_argument("--llama-cpp", type=Path, metavar="WHEEL", help="wheel of llama-cpp-python, instead of a build")
+    parser.add_argument("--llama-cpp", type=Path, metavar="WHEEL", help="use this wheel instead of building one")
     return parser.parse_args()
 
 
@@ -77,21 +77,21 @@ def report(line: str) -> None:
 
 
 def pip(*arguments: str | Path, **variables: str) -> None:
-    """Run pip, and exit if it fails."""
+    """Run pip, and exit the program if pip fails."""
     argv = [sys.executable, "-m", "pip", *map(str, arguments), "--quiet", "--disable-pip-version-check"]
     if subprocess.run(argv, env={**os.environ, **variables}).returncode:
         sys.exit("pip failed; see its output above")
 
 
 def build_llama_cpp(wheels: Path, cmake_args: str) -> None:
-    """Build the wheel of llama-cpp-python. pip's cache is not used, because it ignores CMAKE_ARGS."""
+    """Build the llama-cpp-python wheel without pip's cache, because the cache ignores CMAKE_ARGS."""
     name = "llama-cpp-python"
     source = ("--no-cache-dir", "--no-binary", name, "--no-deps")
     pip("wheel", *source, "--constraint", CONSTRAINTS, "--wheel-dir", wheels, name, CMAKE_ARGS=cmake_args)
 
 
 def collect(wheels: Path, extras: str) -> None:
-    """Build the wheel of cellama, and download the wheels of all packages that it needs with these extras."""
+    """Build the cellama wheel, and download the wheels of all packages that cellama and these extras need."""
     with tempfile.TemporaryDirectory(prefix="cellama-") as folder:
         source = Path(folder) / "cellama"
         shutil.copytree(CELLAMA, source, ignore=PACKAGED)
@@ -100,7 +100,7 @@ def collect(wheels: Path, extras: str) -> None:
 
 
 def write_requirements(wheels: Path) -> None:
-    """Write the version and the SHA-256 hash of every wheel, as pip reads them."""
+    """Write a requirements file with the version and the SHA-256 hash of every wheel."""
     (wheels / REQUIREMENTS).write_text("\n".join(requirements(sorted(wheels.glob("*.whl")))) + "\n")
 
 
@@ -111,17 +111,17 @@ def requirements(files: Iterable[Path]) -> Iterable[str]:
 
 
 def offline(wheels: Path) -> list[str]:
-    """Return the arguments that install the wheelhouse and nothing else."""
+    """Return the pip arguments that install only packages from the wheelhouse."""
     return ["--no-index", "--find-links", str(wheels), "--require-hashes", "-r", str(wheels / REQUIREMENTS)]
 
 
 def check(wheels: Path) -> None:
-    """Let pip resolve all requirements from the wheelhouse alone, without installing them."""
+    """Check that pip can resolve all requirements from the wheelhouse, without installing them."""
     pip("install", "--dry-run", "--ignore-installed", *offline(wheels))
 
 
 def install_commands(wheels: Path) -> list[str]:
-    """Return the commands for the other machine."""
+    """Return the installation commands for the other machine."""
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     copied = Path(wheels.name)
     return [f"{python} -m venv .venv", f".venv/bin/pip install {' '.join(offline(copied))}", ".venv/bin/cellama demo"]

@@ -1,4 +1,4 @@
-"""Parse a JSON Schema from text, check its keywords, find the schemas in it by path, and resolve references."""
+"""Parse a JSON Schema, check its keywords, look up its subschemas by path, and resolve references."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SchemaNode(NamedTuple):
 
 
 class SchemaDocument:
-    """A JSON Schema and all schemas in it, each identified by its index in `nodes`. `NOTHING` allows no value."""
+    """A JSON Schema and all of its subschemas, each identified by its index in `nodes`. `NOTHING` allows no value."""
 
     NOTHING = 0
     ROOT = 1
 
     def __init__(self, text: str, where: str) -> None:
-        """Parse and check the text. Raises InvalidRequest. Its message refers to the text as `where`."""
+        """Parse and check the text. Raises InvalidRequest, whose message refers to the text as `where`."""
         self._where = where
         self.root = self._parse(text)
         self.nodes = [SchemaNode(False, "#", "")]
@@ -44,21 +44,21 @@ class SchemaDocument:
         self._add_schemas(self.root, "#", "")
 
     def error_at(self, path: str, reason: str) -> InvalidRequest:
-        """Return the error for a schema at this path."""
+        """Return an error about the schema at this path."""
         shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
         return InvalidRequest(f"{self._where} at {shown}{reason}")
 
     def child(self, node: int, *names: str | int) -> int:
-        """Return the schema at these keys within another schema."""
+        """Return the subschema at these keys of a schema."""
         return self._by_path["/".join([self.nodes[node].path, *(_escaped(str(name)) for name in names)])]
 
     def add(self, schema: Mapping[str, Any], template: int) -> int:
-        """Add a schema that is not in the document. Error messages use the path of another schema for it."""
+        """Add a schema that is not in the document. Error messages use the path of `template` for this schema."""
         self.nodes.append(self.nodes[template]._replace(schema=schema))
         return len(self.nodes) - 1
 
     def target(self, node: int, keyword: str) -> int:
-        """Return the schema that a reference leads to. Raises InvalidRequest."""
+        """Return the schema that a reference leads to. Raises InvalidRequest if the document does not contain it."""
         schema, path, base = self.nodes[node]
         assert isinstance(schema, Mapping)
         reference = schema[keyword]
@@ -83,7 +83,7 @@ class SchemaDocument:
     def is_dynamic(self, node: int) -> bool:
         """Return whether the target of a schema's $dynamicRef depends on how the schema is reached.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest if the reference can't be resolved.
         """
         schema = self.nodes[node].schema
         if not isinstance(schema, Mapping) or "$dynamicRef" not in schema:
@@ -111,7 +111,7 @@ class SchemaDocument:
         return parsed
 
     def _check_values(self, parsed: Any) -> None:
-        """Raise InvalidRequest for unpaired surrogates, and for nesting that json or llguidance can't handle."""
+        """Raise InvalidRequest for unpaired surrogates and for nesting that is too deep for json or llguidance."""
         todo = [(parsed, 0)]
         while todo:
             value, depth = todo.pop()
@@ -125,7 +125,7 @@ class SchemaDocument:
                 raise InvalidRequest(f"{self._where} is not valid JSON: {show(value)} contains an unpaired surrogate")
 
     def _add_schemas(self, schema: Any, path: str, base: str) -> None:
-        """Add a schema and all schemas within it. Raises InvalidRequest if a keyword has an invalid value."""
+        """Add a schema and all of its subschemas. Raises InvalidRequest if a keyword has an invalid value."""
         todo = [(schema, path, base, 0)]
         while todo:
             schema, path, base, depth = todo.pop()
@@ -141,7 +141,7 @@ class SchemaDocument:
                 todo += [(inner, f"{path}/{at}", base, depth + 1) for at, inner in _schemas_within(schema)]
             self._path_chars += len(path)
             if self._path_chars > _MAX_PATH_CHARS:
-                raise InvalidRequest(f"{self._where} has too many schemas with long paths; shorten its names")
+                raise InvalidRequest(f"{self._where} has too many schemas with long paths; shorten its property names")
             self._by_path[path] = len(self.nodes)
             self.nodes.append(SchemaNode(schema, path, base))
         self._by_uri.setdefault("", "#")
@@ -153,7 +153,7 @@ class SchemaDocument:
                 raise self.error_at(path, f"/{_escaped(name)} is {show(value)}; it {problem}")
 
     def _base_of(self, schema: Mapping[str, Any], path: str, base: str) -> str:
-        """Register the URI and the anchors of a schema. Return the URI that its references are relative to."""
+        """Register the URI and the anchors of a schema, and return the base URI of its references."""
         uri = schema.get("$id", "")
         if uri and not uri.startswith("#"):
             try:
@@ -170,7 +170,7 @@ class SchemaDocument:
         return base
 
     def _at(self, path: str, pointer: str) -> str | None:
-        """Return the path of the schema that a JSON pointer leads to from another path, or None."""
+        """Return the path of the schema that a JSON pointer relative to `path` leads to, or None if it is missing."""
         found: Any = self.root
         steps = [*path.split("/")[1:], *map(unquote, pointer.split("/")[1:])]
         at = "#"
@@ -189,7 +189,7 @@ class SchemaDocument:
 
 
 def _schemas_within(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in the keywords of a schema, with their paths relative to it."""
+    """Yield the relative path of each subschema in a schema's keywords, and the subschema itself."""
     for name, value in schema.items():
         where = KEYWORDS[name].inner if name in KEYWORDS else ""
         if where.startswith("one") and not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Patterns for `format`, in a subset that Python, JavaScript and the usual validators accept."""
+"""Define the patterns for `format`, in a subset that Python, JavaScript and the usual validators accept."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ IMPLIED = frozenset(
 
 
 def portable(pattern: str) -> str:
-    """Return a pattern that means the same to llguidance as the given pattern means in ECMA-262.
+    """Return a pattern that llguidance interprets as ECMA-262 interprets the given pattern.
 
-    ECMA-262 has no nested classes and no operators within classes.
+    ECMA-262 does not support nested classes or operators within classes.
     """
     parts, at, in_class = [], 0, False
     while at < len(pattern):

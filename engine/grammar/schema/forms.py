@@ -1,4 +1,4 @@
-"""Turn shapes into forms that a grammar can express. Conditions that it can't express become alternative forms."""
+"""Convert shapes into forms that a grammar can express. Other conditions become alternative forms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_POSITIONS = 4  # leading positions of an array at which a contained item ma
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
-    """An array that starts with the items of `prefix`, followed by any number of others."""
+    """An array that starts with the items of `prefix`, followed by any number of other items."""
 
     prefix: tuple[Condition, ...]
     rest: Condition
@@ -47,7 +47,7 @@ class ArrayForm:
 
 @dataclass(frozen=True, slots=True)
 class ObjectForm:
-    """An object. It may have `min_properties` and `max_properties` only if all `properties` are required."""
+    """An object form. `min_properties` and `max_properties` may only be set if all `properties` are required."""
 
     properties: tuple[tuple[str, Condition], ...]
     required: frozenset[str]
@@ -103,7 +103,7 @@ class FormBuilder:
     # Arrays
 
     def _with_contained_items(self, shape: Array) -> list[Array]:
-        """Return alternatives for `contains`, in which one of the first items is the required one."""
+        """Return alternatives for `contains`, in which the required items are among the first items."""
         found = [shape]
         for contains in shape.contains:
             size = max(contains.min_count - 1, 0) + max(_MAX_POSITIONS, len(shape.prefix))
@@ -184,7 +184,7 @@ class FormBuilder:
     # Objects
 
     def _with_known_names(self, shape: Object) -> Object:
-        """Return the object without a condition on names, and with a condition for all additional properties."""
+        """Return the object shape without conditions on names, and with a condition on all additional properties."""
         shape = replace(shape, properties=(*shape.properties, *self._missing(shape, shape.required)))
         if shape.additional is None:
             is_closed = shape.has_properties and shape.min_properties <= len(shape.properties)
@@ -194,7 +194,7 @@ class FormBuilder:
         return self._without_overlaps(shape)
 
     def _missing(self, shape: Object, names: tuple[str, ...]) -> tuple[tuple[str, Condition], ...]:
-        """Return the properties with these names that the object doesn't list, with their conditions."""
+        """Return the properties with these names that the object does not list, along with their conditions."""
         known = dict(shape.properties)
         return tuple(
             (name, property_condition(shape, name, self._patterns.matches))
@@ -227,7 +227,7 @@ class FormBuilder:
         return replace(shape, patterns=((pattern, shape.additional, path),), additional=NOTHING)
 
     def _is_allowed_name(self, strings: list[String], name: str) -> bool:
-        """Return whether a name has one of these shapes."""
+        """Return whether a property name matches one of these string shapes."""
         for each in strings:
             fitting = intersection(each, String(values=(name,)), self._patterns.matches)
             if isinstance(fitting, String):
@@ -237,7 +237,7 @@ class FormBuilder:
         return False
 
     def _without_overlaps(self, shape: Object) -> Object:
-        """Return the object without overlapping names, because llguidance would merge their schemas."""
+        """Return the object without overlapping names, whose schemas llguidance would merge."""
         shape = self._with_disjoint_patterns(shape)
         listed = [name for name, condition in shape.properties if condition != NOTHING]
         for pattern, condition, path in shape.patterns:
@@ -249,7 +249,7 @@ class FormBuilder:
         return not any(isinstance(shape, Array | Object) for shape in self._reader.shapes(condition))
 
     def _with_disjoint_patterns(self, shape: Object) -> Object:
-        """Return the object with a single pattern if a name may match several patterns."""
+        """Return the object with all patterns combined into one if a name may match several of them."""
         if len(shape.patterns) < 2 or self._patterns.disjoint([pattern for pattern, _, _ in shape.patterns]):
             return shape
         condition = ANYTHING
@@ -259,7 +259,7 @@ class FormBuilder:
         return replace(shape, patterns=((pattern, condition, shape.patterns[0][2]),))
 
     def _with_counts(self, shape: Object) -> Iterator[ObjectForm]:
-        """Yield alternatives with as many properties as minProperties and maxProperties require."""
+        """Yield alternatives whose numbers of properties satisfy minProperties and maxProperties."""
         allowed = {name: None for name, condition in shape.properties if condition != NOTHING}
         needed = [name for name in shape.required if name in allowed]
         if len(needed) < len(set(shape.required)):
@@ -299,7 +299,7 @@ class FormBuilder:
             yield _object_form(shape, needed, [], 1, None)
 
     def _map_form(self, shape: Object, needed: list[str], low: int, high: int | None) -> Iterator[ObjectForm]:
-        """Yield the object in which all listed properties are required, and additional ones are counted."""
+        """Yield an object form in which all listed properties are required and additional properties are counted."""
         if low > 1:
             # A key may occur twice, so two members may be the same property.
             reason = "only one additional property can be required, because a key may occur twice"
@@ -308,9 +308,9 @@ class FormBuilder:
 
 
 def _object_form(shape: Object, needed: list[str], optional: list[str], low: int, high: int | None) -> ObjectForm:
-    """Return the object with only these of its listed properties, and with `low` to `high` additional properties.
+    """Return an object form with only these listed properties and `low` to `high` additional properties.
 
-    `high` is None if there is no limit.
+    If `high` is None, the number of additional properties is unlimited.
     """
     present = {*needed, *optional}
     properties = tuple((name, condition if name in present else NOTHING) for name, condition in shape.properties)
@@ -326,7 +326,7 @@ def _object_form(shape: Object, needed: list[str], optional: list[str], low: int
 
 
 def _pattern_of(shape: String) -> str | None:
-    """Return a pattern for the strings of this shape, or None if it has several conditions."""
+    """Return a pattern for the strings of this shape, or None if the shape has several conditions."""
     formats = [FORMATS[name] for name, _ in shape.formats]
     patterns = [pattern for pattern, _ in shape.patterns]
     is_sized = shape.min_length > 0 or shape.max_length is not None

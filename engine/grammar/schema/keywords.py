@@ -1,4 +1,4 @@
-"""The table of JSON Schema keywords: how each keyword is handled, and which values it may have.
+"""Define how each JSON Schema keyword is handled, and which values it may have.
 
 docs/reference/json-schema.md shows the table. Keywords that are not in the table are annotations, as the specification
 requires.

@@ -1,4 +1,4 @@
-"""Check schemas and regular expressions with llguidance, because its interpretation of them applies."""
+"""Check schemas and regular expressions with llguidance, because llguidance later enforces them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ LAYOUT = {
 
 
 def compile_error(grammar: str) -> str:
-    """Return llguidance's message if a grammar can't be compiled, or else an empty string. No vocabulary is needed."""
+    """Return llguidance's message if a grammar can't be compiled, or an empty string if it can.
+
+    This check works without a vocabulary.
+    """
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return messages[0] if failed else ""
 
 
 def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = compile_error) -> str:
-    """Return why llguidance can't compile a schema, or an empty string if it can.
+    """Return the reason why llguidance can't compile a schema, or an empty string if it can.
 
     `try_compile` compiles a grammar and returns llguidance's message.
     """
@@ -40,14 +43,14 @@ def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = co
 
 
 class Patterns:
-    """Answers questions about patterns, and caches the answers."""
+    """Checks which texts patterns match, and caches the results."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._matches: dict[tuple[str, str], bool] = {}
 
     def matches(self, pattern: str, name: str, path: str) -> bool:
-        """Return whether a pattern of property names at this path matches a name."""
+        """Return whether the pattern for property names at this path matches a name."""
         if (pattern, name) not in self._matches:
             self._policy.spend(16)
             problem = problem_of({"type": "string", "enum": [name], "pattern": pattern})
@@ -57,6 +60,6 @@ class Patterns:
         return self._matches[pattern, name]
 
     def disjoint(self, patterns: Sequence[str]) -> bool:
-        """Return whether no text matches more than one of these patterns."""
+        """Return True if no text matches more than one of these patterns."""
         self._policy.spend(16 * len(patterns))
         return not problem_of({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})

@@ -10,11 +10,11 @@ MAX_WORK = 8_000  # maximum number of shapes and schemas to process, which takes
 
 
 class NegationUnsupported(Exception):
-    """The negation of a keyword can't be enforced. The message is the reason."""
+    """The negation of a keyword can't be enforced. The message gives the reason."""
 
 
 class Policy:
-    """The handling of keywords that can't be enforced. Strict mode rejects them, and lenient mode warns about them."""
+    """Handles keywords that can't be enforced. Strict mode rejects them, and lenient mode warns about them."""
 
     def __init__(self, document: SchemaDocument, where: str, strict: bool) -> None:
         self._document = document
@@ -37,10 +37,10 @@ class Policy:
         self._warnings[f"{self._where} at {path}: {keyword!r} is not enforced"] = None
 
     def spend(self, count: int = 1) -> None:
-        """Count work. Raises InvalidRequest if the schema causes too much work."""
+        """Add to the work done for the schema. Raises InvalidRequest if the schema causes too much work."""
         self._work += count
         if self._work > MAX_WORK:
             raise InvalidRequest(
-                f"{self._where} has too many schemas or alternatives; use fewer, or combine fewer of them with "
+                f"{self._where} has too many schemas or alternatives; use fewer schemas, or combine fewer of them with "
                 "allOf, anyOf, oneOf, not and if"
             )

@@ -1,11 +1,10 @@
-"""Rewrite a caller's JSON Schema into one that llguidance compiles and that never allows more.
+"""Rewrite a caller's JSON Schema into one that llguidance can compile and that is never more permissive.
 
-1. SchemaDocument parses and checks the text, and finds the schemas in it by their paths.
-2. SchemaReader turns each schema into shapes, which are alternatives of one type each. Schemas within a shape stay
-   conditions, so that recursive schemas terminate.
-3. FormBuilder turns shapes into forms. Conditions that a grammar can't express become alternatives.
+1. SchemaDocument parses and checks the text, and looks up subschemas by path.
+2. SchemaReader converts each schema into shapes, which are alternatives with a single type each. Schemas within a shape
+   stay conditions, so that recursive schemas terminate.
+3. FormBuilder converts shapes into forms. Conditions that a grammar can't express become alternatives.
 4. SchemaWriter writes the forms as a JSON Schema in which no two keywords apply to the same value.
-
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Prepared(NamedTuple):
 def prepare_schema(
     text: str, *, strict: bool, where: str = "json_schema", try_compile: Callable[[str], str] = compile_error
 ) -> Prepared:
-    """Return the schema for llguidance, with the layout of the JSON text in `x-guidance`.
+    """Return a schema for llguidance, with the layout of the JSON text in `x-guidance`.
 
-    Every text that it allows conforms to the caller's schema, except for the keywords in the warnings. With `strict`,
-    keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns llguidance's
-    message, which is empty on success. Its last call is for the returned schema. Raises InvalidRequest. Its message
-    refers to the schema as `where`, and contains the path within it.
+    Every text that the schema allows conforms to the caller's schema, except for the keywords in the warnings. With
+    `strict`, keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns
+    llguidance's message, which is empty on success. The last call of `try_compile` compiles the returned schema. Raises
+    InvalidRequest, whose message refers to the schema as `where` and contains the path within it.
     """
     try:
         return _prepared(text, strict, where, try_compile)
@@ -71,7 +70,7 @@ def _prepared(text: str, strict: bool, where: str, try_compile: Callable[[str], 
 
 
 def _drop_unsupported_patterns(writer: SchemaWriter, policy: Policy) -> bool:
-    """Find the patterns that can't be compiled, and drop them. Return whether there are any.
+    """Drop patterns that can't be compiled, and return whether there were any.
 
     Raises InvalidRequest in strict mode.
     """
@@ -88,7 +87,7 @@ def _drop_unsupported_patterns(writer: SchemaWriter, policy: Policy) -> bool:
 
 
 def _without_unsupported(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:
-    """Return a string with as many of its patterns and formats as can be compiled, or None if no string matches."""
+    """Return a string schema with only the patterns and formats that can be compiled, or None if no string matches."""
     paths = {path for _, path in form.patterns}
     formats = tuple(each for each in form.formats if each[1] not in paths)  # in one schema, `pattern` replaces `format`
     if formats != form.formats:

@@ -1,7 +1,7 @@
-"""Read schemas into the shapes of the values that match them, or that do not match them.
+"""Convert schemas into the shapes of the values that match, or of those that do not match.
 
-Alternatives are multiplied until each shape has a single type. Schemas within a shape stay conditions, so that
-recursive schemas terminate.
+Alternatives are expanded until each shape has a single type. Schemas within a shape stay conditions, so that recursive
+schemas terminate.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _KEYWORDS_OF_TYPE = {
 
 
 class SchemaReader:
-    """Reads the schemas of a document. Results are cached, so each schema is read only once."""
+    """Converts the schemas of a document. Results are cached, so each schema is converted only once."""
 
     def __init__(self, document: SchemaDocument, policy: Policy, matches: Matches) -> None:
         self._document = document
@@ -82,7 +82,7 @@ class SchemaReader:
     # Conditions
 
     def condition(self, node: int, must_match: bool = True) -> Condition:
-        """Return the simplest condition that is equivalent to a schema, or to its negation."""
+        """Return the simplest condition that is equivalent to a schema or its negation."""
         for _ in range(limits.MAX_SCHEMA_DEPTH):
             schema = self._document.nodes[node].schema
             if isinstance(schema, bool):
@@ -105,7 +105,7 @@ class SchemaReader:
         return ((node, must_match),)
 
     def alternatives(self, condition: Condition) -> list[Condition] | None:
-        """Return conditions if a value only has to match at least one of them, or None if more is required."""
+        """Return conditions of which a value must match at least one, or None if the condition is not such a choice."""
         if len(condition) != 1 or not condition[0][1]:
             return None
         node = condition[0][0]
@@ -139,9 +139,9 @@ class SchemaReader:
         return self._shapes[condition]
 
     def negations(self, condition: Condition) -> list[Condition]:
-        """Return alternative conditions for the negation of a condition: at least one holds if the condition does not.
+        """Return alternative conditions, at least one of which holds if the given condition does not.
 
-        Raises NegationUnsupported.
+        Raises NegationUnsupported if the negation can't be expressed.
         """
         if condition == ANYTHING:
             return [NOTHING]
@@ -158,14 +158,14 @@ class SchemaReader:
         return found
 
     def constant(self, value: Any, like: int) -> Condition:
-        """Return the condition that only this value matches."""
+        """Return a condition that only this value matches."""
         key = json.dumps(value, sort_keys=True)
         if key not in self._constants:
             self._constants[key] = self._document.add({"const": value}, like)
         return ((self._constants[key], True),)
 
     def is_unsatisfiable(self, condition: Condition, steps: int = 4) -> bool:
-        """Return True only if certainly no value matches. The check looks at most `steps` schemas deep."""
+        """Return True only if it is certain that no value matches. The check looks at most `steps` schemas deep."""
         if condition == NOTHING:
             return True
         if steps == 0 or condition == ANYTHING:
@@ -184,7 +184,7 @@ class SchemaReader:
         return False
 
     def finite_values(self, condition: Condition, size: int) -> list[Any] | None:
-        """Return all values that match, or None if there are more than `size`."""
+        """Return all matching values, or None if there are more than `size` values."""
         values: list[Any] = []
         for shape in self.shapes(condition):
             match shape:
@@ -380,7 +380,7 @@ class SchemaReader:
         return found
 
     def _closed_object(self, shape: Shape) -> Shape:
-        """Exclude additional properties from an object that has `properties`, unless a keyword allows them."""
+        """Exclude additional properties from an object with `properties`, unless a keyword allows them."""
         if not isinstance(shape, Object) or not shape.has_properties or shape.additional is not None:
             return shape
         known = dict(shape.properties)
@@ -393,7 +393,7 @@ class SchemaReader:
         return all(self._disjoint(one, other) for one, other in itertools.combinations(branches, 2))
 
     def _disjoint(self, ones: Shapes, others: Shapes) -> bool:
-        """Return True only if certainly no value has a shape from both groups."""
+        """Return True only if it is certain that no value matches shapes from both groups."""
         before = self._num_narrowings
         for one, other in itertools.product(ones, others):
             self._policy.spend()
@@ -567,7 +567,7 @@ class SchemaReader:
     # Negation
 
     def _not_matching(self, node: int, schema: Mapping[str, Any], path: str) -> Iterator[Shape]:
-        """Yield shapes of all values that do not match the schema. Raises NegationUnsupported."""
+        """Yield the shapes of all values that do not match the schema. Raises NegationUnsupported."""
         child = self._document.child
         if "type" in schema:
             given = schema["type"]
@@ -585,7 +585,7 @@ class SchemaReader:
         for name in _REFERENCES:
             if name in schema:
                 if name == "$dynamicRef" and self._document.is_dynamic(node):
-                    raise NegationUnsupported("several $dynamicAnchor have the name of a $dynamicRef")
+                    raise NegationUnsupported("several $dynamicAnchor keywords have the same name as a $dynamicRef")
                 yield from self._read(self._document.target(node, name), False)
         for inner in self._children(node, "allOf") if "allOf" in schema else ():
             yield from self._read(inner, False)
@@ -620,7 +620,7 @@ class SchemaReader:
                 raise NegationUnsupported(f"{name!r} can't be negated")
 
     def _negations_of(self, shape: Shape) -> Iterator[Shape]:
-        """Yield shapes of the same type that violate at least one condition of a shape."""
+        """Yield shapes of the same type that violate at least one condition of the given shape."""
         match shape:
             case Number():
                 yield from self._negated_number(shape)
@@ -700,7 +700,7 @@ class SchemaReader:
             yield Null()
 
     def _with_unevaluated(self, shape: Shape, condition: Condition) -> Shape:
-        """Return a shape whose properties or items match a condition unless other keywords evaluate them."""
+        """Return a shape in which properties and items that no other keyword evaluates must match a condition."""
         if isinstance(shape, Array):
             if shape.num_evaluated is None:
                 return shape
@@ -751,17 +751,17 @@ def _bound(
 
 
 def _unevaluated(shape: Shape) -> Shape:
-    """Return the shape as unevaluatedProperties and unevaluatedItems treat it below a `not`."""
+    """Return the shape without evaluated properties and items, because `not` discards this information."""
     if isinstance(shape, Object):
         return replace(shape, evaluated=frozenset(), evaluated_patterns=frozenset())
     return replace(shape, num_evaluated=0) if isinstance(shape, Array) else shape
 
 
 def _pattern_without(texts: list[str]) -> str:
-    r"""Return a pattern that matches all strings except these.
+    r"""Return a pattern that matches all strings except the given texts.
 
-    The pattern for `a` is `^(?:[^a][\s\S]*|a(?:[\s\S]+))?$`. It matches strings with another first character, longer
-    strings, and the empty string.
+    The pattern for `a` is `^(?:[^a][\s\S]*|a(?:[\s\S]+))?$`. This pattern matches strings with another first character,
+    longer strings, and the empty string.
     """
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS or max(map(len, texts)) > limits.MAX_SCHEMA_DEPTH:
         raise NegationUnsupported("the excluded values are too long")
@@ -769,9 +769,9 @@ def _pattern_without(texts: list[str]) -> str:
 
 
 def _pattern_after(texts: list[str], at: int) -> str:
-    """Return a pattern for the rest of a string from position `at` on.
+    """Return a pattern for the rest of a string, starting at position `at`.
 
-    The excluded texts are equal before this position.
+    The excluded texts are identical up to this position.
     """
     inner = {
         char: [text for text in texts if len(text) > at and text[at] == char]

@@ -1,4 +1,4 @@
-"""Write schemas of numbers, and check which constants llguidance can write exactly as they are given."""
+"""Write schemas for numbers, and check which constants llguidance can write exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_writable(text: str) -> bool:
 
 
 def number_of(form: Number) -> Written | None:
-    """Return a schema for numbers of this form with finitely many digits, or None if no double has this form.
+    """Return a schema for numbers of this form with a limited number of digits, or None if no double has this form.
 
     llguidance can't limit the number of digits, so bounds and multipleOf limit them instead.
     """
@@ -88,7 +88,7 @@ def _integer(form: Number) -> Written | None:
 
 
 def _inward(value: int, towards: float) -> int:
-    """Return the nearest integer in this direction that a double represents."""
+    """Return the nearest integer in this direction that a double can represent."""
     near = float(value)
     if near != value and (near < value) == (towards > 0):
         near = math.nextafter(near, towards)
@@ -104,7 +104,7 @@ def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step
 
 
 def constant_of(value: float) -> float | None:
-    """Return the number written without an exponent, or None if that is impossible."""
+    """Return a number that JSON can write without an exponent, or None if that is impossible."""
     if isinstance(value, int) or value == int(value):
         whole = int(value)
         return whole if abs(whole) <= MAX_NUMBER and int(float(whole)) == whole else None
@@ -112,13 +112,13 @@ def constant_of(value: float) -> float | None:
 
 
 def _is_read_exactly(value: float) -> bool:
-    """Return whether llguidance reads the same double. It divides the digits by a power of ten."""
+    """Return whether llguidance, which divides the digits by a power of ten, parses a number as the same double."""
     _, digits, exponent = Decimal(repr(value)).as_tuple()
     return int("".join(map(str, digits))) <= 2**53 and -_MAX_DECIMALS_READ <= int(exponent) <= _MAX_DECIMALS_READ
 
 
 def _rounded(bound: float, rounding: str) -> float:
-    """Return a bound that llguidance reads exactly, rounded inward if necessary."""
+    """Return a bound that llguidance parses exactly, rounded inward if necessary."""
     if isinstance(bound, int) or _is_read_exactly(bound):
         return bound
     near = Decimal(repr(bound))

@@ -1,4 +1,4 @@
-"""Shapes of values: the conditions that schemas set for values of one type, and how two shapes combine."""
+"""Define shapes, which are the conditions that schemas set on values of one type, and combine them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING: Condition = ((0, True),)
 
 
 def both(one: Condition, other: Condition) -> Condition:
-    """Return the condition that requires both conditions."""
+    """Return the combination of two conditions."""
     if not one or not other or one == other:
         return one or other
     combined = tuple(sorted({*one, *other}))
@@ -58,7 +58,7 @@ class Number:
     type = "number"
 
     def has(self, value: float) -> bool:
-        """Return whether a number has this shape, without checking `values`."""
+        """Return whether a number has this shape, ignoring `values`."""
         if self.minimum is not None and (value < self.minimum or (self.is_above_minimum and value == self.minimum)):
             return False
         if self.maximum is not None and (value > self.maximum or (self.is_below_maximum and value == self.maximum)):
@@ -102,7 +102,7 @@ class Array:
     type = "array"
 
     def item(self, index: int) -> Condition:
-        """Return the condition of an item."""
+        """Return the condition on the item at an index."""
         return self.prefix[index] if index < len(self.prefix) else self.rest or ANYTHING
 
 
@@ -131,14 +131,14 @@ Matches = Callable[[str, str, str], bool]  # pattern, text, path of the pattern
 
 
 def exact(value: float) -> Fraction:
-    """Return the number that the JSON text states, such as exactly 0.1."""
+    """Return the exact value of the number in the JSON text, such as 0.1."""
     return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
 
 
 def is_known_step(step: Fraction) -> bool:
-    """Return whether llguidance finds the decimals of a multipleOf.
+    """Return whether llguidance correctly determines the decimal places of a multipleOf.
 
-    It multiplies a double by ten until the result is whole.
+    llguidance multiplies a double by ten until the result is whole.
     """
     value, decimals = float(step), 0
     while value % 1 and value < _MAX_STEP:
@@ -147,7 +147,7 @@ def is_known_step(step: Fraction) -> bool:
 
 
 def property_condition(shape: Object, name: str, matches: Matches) -> Condition:
-    """Return the condition of a property's value."""
+    """Return the condition on a property's value."""
     for known, condition in shape.properties:
         if known == name:
             return condition
@@ -161,9 +161,9 @@ def property_condition(shape: Object, name: str, matches: Matches) -> Condition:
 
 
 def intersection(one: Shape, other: Shape, matches: Matches) -> Shape | None:
-    """Return the shape of the values that have both shapes, or None if there are none.
+    """Return the shape of the values that have both shapes, or None if no value has both.
 
-    The result may be too narrow, but only if patterns of property names overlap.
+    If patterns for property names overlap, the result may be too narrow.
     """
     is_explicit = one.is_explicit or other.is_explicit
     match one, other:
@@ -215,7 +215,7 @@ def _numbers(one: Number, other: Number, is_explicit: bool) -> Number | None:
 def _stricter(
     one: tuple[float | None, bool], other: tuple[float | None, bool], choose: Callable[..., float]
 ) -> tuple[float | None, bool]:
-    """Return the stricter of two bounds. Each bound states whether it is itself excluded."""
+    """Return the stricter of two bounds. Each bound consists of a limit and whether the limit itself is excluded."""
     if one[0] is None or other[0] is None:
         return other if one[0] is None else one
     bound = choose(one[0], other[0])
@@ -306,7 +306,10 @@ def _objects(one: Object, other: Object, is_explicit: bool, matches: Matches) ->
 
 
 def _patterns(one: Object, other: Object) -> tuple[tuple[str, Condition, str], ...]:
-    """Return the patterns of both shapes. If a pattern is in only one shape, its names are additional in the other."""
+    """Return the patterns of both shapes.
+
+    The names that match a pattern of only one shape are additional properties in the other shape.
+    """
     found: dict[str, tuple[Condition, str]] = {}
     for shape, second in ((one, other), (other, one)):
         conditions = {pattern: condition for pattern, condition, _ in second.patterns}
@@ -317,5 +320,5 @@ def _patterns(one: Object, other: Object) -> tuple[tuple[str, Condition, str], .
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
-    """Return the smaller of two maxima, where None means that there is no limit."""
+    """Return the smaller of two maxima. None means that there is no limit."""
     return min((each for each in (one, other) if each is not None), default=None)

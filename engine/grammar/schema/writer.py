@@ -23,7 +23,7 @@ _ANY = "any"
 
 
 class SchemaWriter:
-    """Writes the schema of a condition, including the schemas of all conditions within it."""
+    """Writes the schema of a condition, including the schemas of all nested conditions."""
 
     def __init__(self, builder: FormBuilder, document: SchemaDocument, policy: Policy, where: str) -> None:
         self._document = document
@@ -63,18 +63,18 @@ class SchemaWriter:
         return {**written, "$defs": definitions} if definitions else written
 
     def shorten_arrays(self) -> bool:
-        """Limit arrays with a large maxItems to fewer items from now on. Return whether there are such arrays."""
+        """Limit arrays with a large maxItems to fewer items, and return whether the schema contains such arrays."""
         self._max_items = _FEWER_ITEMS
         forms = (form for forms in self._forms.values() for form in forms if isinstance(form, ArrayForm))
         return any(form.max_items is not None and form.max_items > _FEWER_ITEMS for form in forms)
 
     def strings_with_patterns(self) -> list[String]:
-        """Return the strings that have a pattern or a format."""
+        """Return the string forms that have a pattern or a format."""
         found = (form for forms in self._forms.values() for form in forms if isinstance(form, String))
         return list(dict.fromkeys(form for form in found if form.patterns or form.formats))
 
     def name_patterns(self) -> list[tuple[str, str]]:
-        """Return the patterns in patternProperties, with their paths."""
+        """Return the patterns in patternProperties, along with their paths."""
         found = (form for forms in self._forms.values() for form in forms if isinstance(form, ObjectForm))
         return list(dict.fromkeys((pattern, path) for form in found for pattern, _, path in form.patterns))
 
@@ -83,7 +83,7 @@ class SchemaWriter:
         return self.replacements[form] if form in self.replacements else string_of(form)
 
     def _explore(self, root: Condition) -> None:
-        """Build the forms of all conditions that can be reached."""
+        """Build the forms of all conditions that can be reached from the root."""
         todo = deque([root])
         while todo:
             condition = todo.popleft()
@@ -96,7 +96,7 @@ class SchemaWriter:
     def _conditions_that(self, has_value: Callable[[Form, Mapping[Condition, None]], bool]) -> dict[Condition, None]:
         """Return the conditions that a finite value can match.
 
-        `has_value` returns whether a form has a value if each of these conditions has one.
+        `has_value` returns whether a value can have a form, assuming that the given conditions can be satisfied.
         """
         users: dict[Condition, set[Condition]] = {}
         for condition, forms in self._forms.items():
@@ -113,7 +113,7 @@ class SchemaWriter:
         return found
 
     def _contradiction(self, condition: Condition) -> str:
-        """Return the path of the innermost schema that makes a condition unsatisfiable, if there is only one."""
+        """Return the path of the innermost schema that alone makes a condition unsatisfiable."""
         path, seen = "#", set()
         while condition not in seen and condition not in (ANYTHING, NOTHING):
             seen.add(condition)
@@ -148,13 +148,13 @@ class SchemaWriter:
         return True
 
     def _has_complete_value(self, form: Form, complete: Mapping[Condition, None]) -> bool:
-        """Return whether a form has a value in which tuples have all of their items."""
+        """Return whether a value with complete tuples can have this form."""
         if isinstance(form, ArrayForm) and form.min_items is None:
             return all(condition in complete for condition in self._satisfiable_prefix(form))
         return self._has_value(form, complete)
 
     def _satisfiable_prefix(self, form: ArrayForm) -> list[Condition]:
-        """Return the conditions of the first items, up to one that no value matches."""
+        """Return the conditions on the first items, up to the first condition that no value matches."""
         return list(itertools.takewhile(lambda condition: condition in self._satisfiable, form.prefix))
 
     def _satisfiable_within(self, form: Form) -> list[Condition]:
@@ -163,7 +163,7 @@ class SchemaWriter:
     def _check_depth(self, root: Condition) -> None:
         """Raise InvalidRequest if references are nested too deeply for llguidance.
 
-        llguidance follows references recursively in the order of the schema, and follows each reference once.
+        llguidance follows each reference once, recursively and in the order of the schema.
         """
         seen: set[Condition] = set()
         todo = [(root, 0)]
@@ -270,12 +270,12 @@ class SchemaWriter:
         return written
 
     def _or_false(self, condition: Condition, depth: int) -> Written | bool:
-        """Return the schema of a condition, which is false if no value matches."""
+        """Return the schema of a condition, or False if no value matches."""
         return self._condition(condition, depth) if condition in self._satisfiable else False
 
 
 def string_of(form: String) -> Written:
-    """Return the schema of a string with these patterns and formats, and with its values or lengths."""
+    """Return the schema of a string form with its patterns, formats, and values or lengths."""
     patterns = [*(pattern for pattern, _ in form.patterns), *(FORMATS[name] for name, _ in form.formats)]
     if form.values is not None:
         first: Written = {"enum": list(form.values)}
@@ -291,7 +291,7 @@ def string_of(form: String) -> Written:
 
 
 def _required_conditions(form: Form) -> list[Condition]:
-    """Return the conditions that must be satisfiable, because otherwise no value has the form."""
+    """Return the conditions that must be satisfiable for any value to have the form."""
     match form:
         case SameForm():
             return [form.condition]
@@ -325,7 +325,7 @@ _SCALAR: Written = {
 
 
 def _free(depth: int) -> Written:
-    """Return the schema of any value that is nested at most `depth` levels deep."""
+    """Return a schema for any value that is nested at most `depth` levels deep."""
     if depth == 0:
         return {"$ref": f"#/$defs/{_ANY}-scalar"}
     inner = {"$ref": f"#/$defs/{_ANY}-{depth - 1}"}

@@ -1,8 +1,8 @@
-"""Derive how a template writes tool calls from the conversations of `probes` that it rendered.
+"""Derive a template's tool call format from the rendered conversations of `probes`.
 
-First, the turn with the calls is cut out of each conversation. The turn contains the name and the arguments of the
-probe's call. Either the arguments are a JSON object, which follows the name or is in a larger object with the name, or
-each argument has its own tags.
+First, the turn with the calls is extracted from each conversation. The turn contains the name and the arguments of the
+probe's call. Either the arguments form a JSON object, or each argument has its own tags. A JSON object follows the
+name, or is part of a larger object that also contains the name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DECODER = json.JSONDecoder()
 
 
 class UnknownCallFormat(ValueError):
-    """The rendered conversations do not show any known call format."""
+    """The rendered conversations do not match any known call format."""
 
 
 def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
@@ -72,7 +72,7 @@ def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str
 
 
 def _is_complete(found: CallFormat, turns: Mapping[str, str], ends: Iterable[str]) -> bool:
-    """Return whether parsing the turns gives the probes' calls, and no call contains a token that ends a reply."""
+    """Return True if parsing the turns yields the probes' calls and no call contains a token that ends a reply."""
     reader = ToolReader(found, dict.fromkeys(NAMES, _PARAMETERS))
     rendered_calls = {which: calls for which, calls in CALLS.items() if len(calls) == 1 or found.middle is not None}
     for which, calls in rendered_calls.items():
@@ -100,7 +100,7 @@ def _format_of(turns: Mapping[str, str]) -> CallFormat:
 def _turns_of(
     rendered: RenderedProbes, arguments_format: str, ids: str, ending: str, ends: frozenset[str], think_close: str
 ) -> dict[str, str]:
-    """Return the turns with calls, without the text at their ends that other turns share. Raises UnknownCallFormat."""
+    """Return the turns with calls, without the text shared with other turns at either end. Raises UnknownCallFormat."""
     before, found, after = _after_user(rendered.get(f"reply {ending}")).partition(CONTENT)
     whole = {name: _after_user(rendered.get(probe_name(name, arguments_format, ids, ending))) for name in CALLS}
     if not found or not whole["call"]:
@@ -145,7 +145,7 @@ class RenderedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedCall:
-    """The positions of a call's name and arguments in a turn, and the JSON object that contains both, if any."""
+    """The positions of a call's name and arguments in a turn, and the JSON object, if any, that contains both."""
 
     name: int
     start: int
@@ -184,7 +184,7 @@ def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
 
 
 def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """Return the calls of a turn, or an empty list if some are missing, because some templates write only one call."""
+    """Return a turn's calls, or an empty list if any call is missing, because some templates write only one call."""
     try:
         return _calls_in(turns, which)
     except UnknownCallFormat:
@@ -192,7 +192,7 @@ def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
 
 
 def _calls_in(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """Return the calls of a turn. Raises UnknownCallFormat if some are missing."""
+    """Return a turn's calls. Raises UnknownCallFormat if any call is missing."""
     turn, found = turns[which], list[RenderedCall]()
     for i, values in enumerate(CALLS[which]):
         before = (found[-1].whole or found[-1]) if found else None
@@ -207,7 +207,7 @@ def _calls_in(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
 
 
 def _json_at(turn: str, values: Mapping[str, Any], start: int) -> tuple[int, int] | None:
-    """Return the position of these arguments as a JSON object, or as a string that contains the object."""
+    """Return the position of a JSON object with these arguments, or of a string that contains the object."""
     key = next(iter(values))
     at = turn.rfind("{", start, max(start, turn.find(key, start)))
     for position in (at, at - 1):
@@ -317,7 +317,7 @@ def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
 
 
 def _middle_of_tags(turn: str, close: str) -> str | None:
-    """Return the text between a call's last argument and the name of the next call, or None without a next call."""
+    """Return the text between a call's last argument and the name of the next call, or None if no call follows."""
     first = turn.find(VALUES[1])
     second = turn.find(NAMES[1], first)
     second = turn.rfind(NAMES[1], first, turn.find(KEYS[0], second)) if second >= 0 else -1
@@ -326,7 +326,7 @@ def _middle_of_tags(turn: str, close: str) -> str | None:
 
 
 def _separator_of_number(turn: str, tags: ArgumentTags) -> str:
-    """Return the text before a number. Raises UnknownCallFormat if numbers and strings end differently."""
+    """Return the text between a key and a number. Raises UnknownCallFormat if numbers and strings end differently."""
     key = turn.find(KEYS[1], turn.find(VALUES[0]))
     value = turn.find(str(NUMBER), key)
     if key < 0 or value < 0:

@@ -1,7 +1,7 @@
-"""Find the orders of messages that a chat template can render, and rearrange conversations that it can't.
+"""Determine the message orders that a chat template can render, and rearrange other conversations.
 
-Clients send several system messages, system messages in the middle of a conversation, and several messages of the same
-role in a row. Many templates reject or drop such messages.
+Clients may send several system messages, system messages in the middle of a conversation, and several messages of the
+same role in a row. Many templates reject or drop such messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class MessageOrder:
 
 
 def order_probes(for_template: Callable[[Message], dict[str, Any]]) -> dict[str, Probe]:
-    """Return conversations by name, which show what a template supports. `for_template` prepares each message."""
+    """Return named conversations that show which message orders a template supports.
+
+    `for_template` prepares each message.
+    """
     conversations = {**_FIRST_SYSTEM, **_MORE_SYSTEMS, **_REPEATED_ROLES}
     return {
         name: {
@@ -52,7 +55,7 @@ def order_probes(for_template: Callable[[Message], dict[str, Any]]) -> dict[str,
 
 
 def derive_order(rendered: RenderedProbes) -> MessageOrder:
-    """Return what the rendered conversations of `order_probes` show."""
+    """Return the message orders that are supported according to the rendered conversations of `order_probes`."""
 
     def renders_all(conversations: Mapping[str, list[dict[str, str]]]) -> bool:
         return all(_is_complete(rendered.get(name), messages) for name, messages in conversations.items())
@@ -61,7 +64,7 @@ def derive_order(rendered: RenderedProbes) -> MessageOrder:
 
 
 def _is_complete(prompt: str | None, messages: list[dict[str, str]]) -> bool:
-    """Return whether the prompt contains the content of each message once, in this order."""
+    """Return True if the prompt contains the content of each message exactly once and in this order."""
     contents = [message["content"] for message in messages]
     if prompt is None or any(prompt.count(content) != 1 for content in contents):
         return False
@@ -70,19 +73,19 @@ def _is_complete(prompt: str | None, messages: list[dict[str, str]]) -> bool:
 
 
 def is_plain(messages: Sequence[Message]) -> bool:
-    """Return whether every template renders the messages as they are.
+    """Return True if every template renders the messages as they are.
 
-    This holds if there are no system messages and no consecutive messages of the same role.
+    Every template does so if there are no system messages and no consecutive messages of the same role.
     """
     roles = [message.get("role") for message in messages]
     return "system" not in roles and all(role == "tool" or role != following for role, following in pairwise(roles))
 
 
 def arrange(messages: Sequence[Message], order: MessageOrder) -> list[Message]:
-    """Return the messages in an order that the template supports. The content of each message is kept.
+    """Return the messages in an order that the template supports. Each message's content is kept.
 
-    System messages that the template does not support at their position become part of the first one, or of the first
-    user message. Consecutive messages of the same role are joined if the template requires alternating roles.
+    System messages at a position that the template does not support are merged into the first system message, or into
+    the first user message. Consecutive messages of the same role are merged if the template requires alternating roles.
     """
     arranged = list(messages)
     if not order.more_systems:
@@ -112,7 +115,7 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(run: Sequence[Message]) -> Message:
-    """Merge a run of messages into one message with all of their contents and tool calls."""
+    """Merge consecutive messages into one message with all of their content and tool calls."""
     if len(run) == 1:
         return run[0]
     joined = {name: value for message in run for name, value in message.items()}

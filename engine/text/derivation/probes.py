@@ -1,6 +1,6 @@
-"""Conversations that differ in one respect each, so that rendering them shows the markup of a template.
+"""Define conversations that differ in one respect each, so that rendering them reveals a template's markup.
 
-The words of these conversations occur nowhere else, so all other text comes from the template.
+The words in these conversations occur nowhere else, so all other rendered text comes from the template.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def probe_name(turn: str, arguments_format: str, ids: str, ending: str) -> str:
 
 
 def probes(for_template: Callable[..., dict[str, Any]]) -> dict[str, Probe]:
-    """Return all conversations by name. Each has messages prepared by `for_template`, and variables."""
+    """Return all conversations, keyed by name.
+
+    Each conversation contains messages prepared by `for_template` and the template variables.
+    """
     user = {"role": "user", "content": USER}
     reply = {"role": "assistant", "content": CONTENT}
     reasoned = {**reply, "reasoning": REASON}

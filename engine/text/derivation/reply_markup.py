@@ -1,4 +1,4 @@
-"""Derive the markup of a model's replies from the conversations of `probes` that its template rendered."""
+"""Derive the markup of a model's replies from the rendered conversations of `probes`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EMPTY_BLOCK = re.compile(rf"({TAG.pattern})\s*({TAG.pattern})\s*\Z")
 
 @dataclass(frozen=True, slots=True)
 class ReplyMarkup:
-    """The markup of replies that could be derived from a template. If the tags are empty, the model does not reason."""
+    """The reply markup derived from a template. If the tags are empty, the model does not reason."""
 
     think_open: str = ""
     think_close: str = ""
@@ -45,7 +45,10 @@ class ReplyMarkup:
 
 
 def derive_markup(rendered: RenderedProbes, source: str, ends: Iterable[str] = ()) -> ReplyMarkup:
-    """Return the markup that the rendered conversations of `probes` show. `ends` are the tokens that end a reply."""
+    """Return the reply markup found in the rendered conversations of `probes`.
+
+    `ends` are the tokens that end a reply.
+    """
     if f"{CHANNEL}final{MESSAGE}{CONTENT}" in (rendered.get("reply without tools") or ""):
         return ReplyMarkup(calls=IN_CHANNELS, channels=True)
     opening, closing = derive_thinking(rendered, source)
@@ -58,7 +61,7 @@ def derive_markup(rendered: RenderedProbes, source: str, ends: Iterable[str] = (
 
 
 def _described(rendered: RenderedProbes) -> CallFormat | None:
-    """Return the call format that a template explains to its model, for templates that write no calls themselves."""
+    """Return the call format that a template describes to the model but does not render calls in, or None."""
     if any(VALUES[0] in (text or "") for text in rendered.values()):
         return None
     without, with_tools = (rendered.get(name) or "" for name in ("reply without tools", "reply last"))
@@ -82,7 +85,7 @@ def _after_user(text: str | None) -> str:
 
 
 def _candidates(tails: dict[str, str]) -> Iterator[Tags]:
-    """Yield the tags around the reasoning of a reply, then the tags at the start of a reply."""
+    """Yield candidate reasoning tags: first those around a reply's reasoning, then those at the start of a reply."""
     with_reasoning = [tail for name, tail in tails.items() if name.startswith("reasoning") and REASON in tail]
     for tail in with_reasoning:
         before, _, after = tail.partition(REASON)
@@ -103,7 +106,7 @@ def _candidates(tails: dict[str, str]) -> Iterator[Tags]:
 
 
 def _unlike(tails: dict[str, str], before: str, after: str) -> Iterator[Tags]:
-    """Yield the texts around reasoning that no other turn has: words, or tags that are not a pair."""
+    """Yield texts that only occur around reasoning, such as words or tags that do not form a pair."""
     others = (tails.get(name, "").partition(CONTENT)[0] for name in ("reply without tools", _STARTS[-1]))
     heads = [len(shared_start(before, other)) for other in others]
     found = (before[heads[0] :], tails.get("start", "")[heads[0] :], before[heads[1] :])

@@ -1,4 +1,4 @@
-"""Convert arguments that a model wrote as bare text into values of the types in the tool's schema."""
+"""Convert arguments that a model wrote as bare text to the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArgumentValues:
         self._types_of_reference: dict[str, set[str]] = {}
 
     def read(self, name: str, text: str, is_json: bool | None = None) -> Any:
-        """Return the value of an argument, parsed as JSON if its schema allows that, or else the text itself.
+        """Return an argument's value, parsed as JSON if the argument's schema allows that, or otherwise as text.
 
         `is_json` is None if the markup does not show whether the argument is JSON.
         """
@@ -81,7 +81,10 @@ class ArgumentValues:
         return set().union(*found) if all(found) else set()
 
     def _types_at(self, reference: str, depth: int) -> set[str]:
-        """Return the types at a reference. Each is resolved only once, because it may be repeated or recursive."""
+        """Return the types that a reference leads to.
+
+        Each reference is resolved only once, because references may be repeated or recursive.
+        """
         if reference not in self._types_of_reference:
             self._types_of_reference[reference] = set()
             self._types_of_reference[reference] = self._types_in(self._target(reference), depth)
@@ -95,7 +98,7 @@ class ArgumentValues:
 
 
 def _parsed(text: str, *, like_python: bool) -> Any:
-    """Parse JSON, or Python literals, which some templates show to their models. Raises ValueError."""
+    """Parse JSON or, with `like_python`, the Python literals that some templates show to models. Raises ValueError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

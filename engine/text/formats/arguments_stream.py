@@ -1,7 +1,7 @@
 """Read the arguments of one tool call while the model writes them, and rewrite them as JSON.
 
-Only text that more output can't change is returned. The pieces add up to what `json.dumps` would write for the
-arguments, except that repeated names of an object are kept.
+Only text that further output can't change is returned. Joined together, the pieces equal the output of `json.dumps` for
+the arguments, except that duplicate keys are kept.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ _SEPARATORS = {",": ", ", ":": ": "}
 
 
 def written(text: str) -> str:
-    """Return the text as part of a JSON string, without quotes."""
+    """Return the text escaped for use within a JSON string, without quotes."""
     return encodable(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 class ArgumentsReader(ABC):
-    """Reads the arguments of one call."""
+    """Reads the arguments of one tool call."""
 
     is_complete = False  # whether the arguments have ended
     is_closed = False  # whether the markup of the call that belongs to the arguments has also ended
 
     @abstractmethod
     def read(self, text: str) -> tuple[str, int]:
-        """Return the JSON that is certain, and the length of the text that was read. The rest must be passed again."""
+        """Return the JSON that is final, and the number of characters read.
+
+        Pass the unread characters again in the next call.
+        """
 
     @abstractmethod
     def cut(self, text: str) -> str:
-        """Return the JSON of the remaining text, at which generation has stopped."""
+        """Return the JSON for the remaining text after generation has stopped early."""
 
 
 class JsonRewriter:
-    """Rewrites JSON piece by piece. `out` has the new pieces, and `depth` is the number of open brackets."""
+    """Rewrites JSON piece by piece. `out` contains the new pieces, and `depth` is the number of open brackets."""
 
     def __init__(self) -> None:
         self.out: list[str] = []
@@ -59,7 +62,7 @@ class JsonRewriter:
         self.in_string = False
 
     def write(self, text: str, at: int = 0, floor: int = 0) -> int:
-        """Rewrite the text from this position until a bracket closes at depth `floor`. Return where this ended.
+        """Rewrite the text from position `at` until a bracket closes at depth `floor`, and return the end position.
 
         A number, a word or an escape at the end of the text may be incomplete, so it is not rewritten yet.
         """
@@ -82,7 +85,7 @@ class JsonRewriter:
         return at
 
     def take(self) -> str:
-        """Return the new pieces, and forget them."""
+        """Return the new pieces as one string, and clear the list."""
         text = "".join(self.out)
         self.out.clear()
         return text
@@ -117,7 +120,7 @@ class JsonRewriter:
 
 
 def _number_or_word(word: str) -> str:
-    """Return a number or a word as `json.dumps` writes it. A value that JSON can't express is not changed."""
+    """Return a number or a word as `json.dumps` writes it. A value that JSON can't express is returned unchanged."""
     try:
         return json.dumps(json.loads(word), allow_nan=False)
     except ValueError:
@@ -138,14 +141,14 @@ class JsonArguments(ArgumentsReader):
     """Reads arguments that are a JSON object, either alone or as a member of an outer object."""
 
     def __init__(self, head: str = "") -> None:
-        """Start after `head`, which is the start of the outer object."""
+        """Create a reader that starts after `head`, which is the start of the outer object."""
         self._writer = JsonRewriter()
         self._writer.write(head)
         self._writer.take()
         self._floor = self._writer.depth
 
     def read(self, text: str) -> tuple[str, int]:
-        """Return the JSON that is certain, and the length of the text that was read (see ArgumentsReader.read)."""
+        """Return the JSON that is final, and the number of characters read (see ArgumentsReader.read)."""
         at, new = 0, ""
         if not self.is_complete:
             at = self._writer.write(text, 0, self._floor)
@@ -158,13 +161,13 @@ class JsonArguments(ArgumentsReader):
         return new, at
 
     def cut(self, text: str) -> str:
-        """Return a number or a word that may be incomplete."""
+        """Return the number or word at the end, which may be incomplete."""
         return "" if self._writer.in_string else text.strip()
 
 
 @dataclass(slots=True)
 class _Value:
-    """The argument that is being read."""
+    """The argument currently being read."""
 
     key: str
     close: str
@@ -176,8 +179,8 @@ class _Value:
 class TaggedArguments(ArgumentsReader):
     """Reads arguments in tags.
 
-    The text of a string is returned while it is written. Any other value is returned when it is complete, because its
-    schema may allow several types.
+    A string's text is returned while the model is writing it. Any other value is returned when it is complete, because
+    its schema may allow several types.
     """
 
     def __init__(
@@ -188,7 +191,10 @@ class TaggedArguments(ArgumentsReader):
         separator: re.Pattern[str],
         closing: re.Pattern[str],
     ) -> None:
-        """Create a reader. The patterns match what is before a name, between a name and a value, and after the last.
+        """Create a reader.
+
+        `argument` matches the text before a name, `separator` the text between a name and a value, and `closing` the
+        text after the last argument.
 
         `closing` must not match at the end of the text.
         """
@@ -200,7 +206,7 @@ class TaggedArguments(ArgumentsReader):
         self._out: list[str] = []
 
     def read(self, text: str) -> tuple[str, int]:
-        """Return the JSON that is certain, and the length of the text that was read (see ArgumentsReader.read)."""
+        """Return the JSON that is final, and the number of characters read (see ArgumentsReader.read)."""
         self._out.clear()
         at = 0
         while not self.is_complete:
@@ -211,7 +217,7 @@ class TaggedArguments(ArgumentsReader):
         return "".join(self._out), at
 
     def cut(self, text: str) -> str:
-        """Return the start of a value that is not streamed. It is text unless its schema excludes that."""
+        """Return the start of a value that is not streamed, as a string unless its schema excludes strings."""
         value = self._value
         if value is None or value.is_open:
             return ""
@@ -221,7 +227,7 @@ class TaggedArguments(ArgumentsReader):
         return '"' + written(start) if is_text else encodable(start)
 
     def _read_next(self, text: str, at: int) -> int | None:
-        """Read the next part, and return where it ends, or None if it is incomplete."""
+        """Read the next part, and return its end position, or None if the part is incomplete."""
         if self._value is None:
             return self._read_name(text, at)
         return self._read_text(self._value, text, at) if self._value.is_text else self._read_value(text, at)
@@ -287,7 +293,11 @@ class TaggedArguments(ArgumentsReader):
 
 
 def end_of_value(text: str, at: int, close: str, follows: Callable[[int], bool]) -> int:
-    """Return the position of the closing tag after which the next argument or the end of the call `follows`, or -1."""
+    """Return the position of the closing tag of a value, or -1 if the tag is missing.
+
+    The value may itself contain the tag. `follows` returns whether the next argument or the end of the call is at a
+    position.
+    """
     while (at := text.find(close, at)) >= 0:
         after = at + len(close)
         if follows(after):

@@ -1,4 +1,4 @@
-"""Formats of tool calls: JSON, JSON in tags, or tags around each argument."""
+"""Define tool call formats, which use JSON, JSON in tags, or tags around each argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ArgumentTags:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A format of tool calls. Its literals may have slots (literals.py).
+    """A tool call format. Its literals may contain slots (literals.py).
 
     A grammar writes `open` NAME `inner` ARGUMENTS, then `middle` NAME `inner` ARGUMENTS for each further call, then
     `close`. A reader accepts `lead`, calls separated by `between`, and `tail`. Each of these calls is a JSON object, or
@@ -52,12 +52,12 @@ class CallFormat:
     can_be_forced: bool = True  # False: the template writes some calls in an unknown way
 
     def also_after(self, marker: str) -> CallFormat:
-        """Return the format with another marker, if being JSON is all that distinguishes calls from text."""
+        """Return a format that also accepts calls after `marker`, if only JSON syntax distinguishes calls from text."""
         return replace(self, markers=(marker,), may_be_bare=True) if self.bare_json else self
 
     @property
     def bare_json(self) -> bool:
-        """Whether being JSON is all that distinguishes calls from text."""
+        """True if only JSON syntax distinguishes calls from text."""
         return self.style == "json" and (self.may_be_bare or not self.markers)
 
     @property
@@ -70,7 +70,7 @@ class CallFormat:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All literals that a model may write with control tokens."""
+        """All literals in which a model may use control tokens."""
         tags = self.tags
         inside = (tags.open, tags.sep, tags.sep_of_json, tags.close, tags.gap) if tags else ()
         inner = () if self.style == "json" else (self.prefix, self.inner)

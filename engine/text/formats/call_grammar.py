@@ -1,8 +1,8 @@
-"""Write grammars for replies with tool calls, in the format of a model.
+"""Write grammars for replies with tool calls in a model's format.
 
 A reply with a forced call consists of one or more calls. Any other reply consists of optional reasoning, followed by
-text and calls in any order. The text is free until a marker starts a call. If a JSON Schema or a regular expression
-constrains the text, a reply is either text that meets the constraint, or calls.
+text and calls in any order. The text is unconstrained until a marker starts a call. If a JSON Schema or a regular
+expression constrains the text, a reply consists of either text that meets the constraint or calls.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TextConstraint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The tags of reasoning that the model may open itself. They are empty if it can't."""
+    """The tags around reasoning that the model may start itself, or empty strings if it can't start reasoning."""
 
     open: str = ""
     close: str = ""
@@ -64,7 +64,7 @@ class ReasoningTags:
 
 @dataclass
 class CallGrammar:
-    """Writes the grammar of one reply."""
+    """Writes the grammar for one reply."""
 
     format: CallFormat
     tools: Sequence[OfferedTool]
@@ -84,7 +84,7 @@ class CallGrammar:
         self.before_first = self._closing_space if moves_space else ""
 
     def write(self) -> str:
-        """Return the grammar. Raises InvalidRequest."""
+        """Return the grammar in Lark. Raises InvalidRequest if a schema can't be compiled or enforced."""
         self.grammar, self.warnings = LarkGrammar(self.controls), []
         self._tools = [ToolRules(self, f"t{i}", tool) for i, tool in enumerate(self.tools)]
         if self.format is IN_CHANNELS:
@@ -98,7 +98,7 @@ class CallGrammar:
     # Replies
 
     def _auto(self) -> str:
-        """Return an expression for free text, with calls after a marker."""
+        """Return an expression for free text that may contain calls after a marker."""
         grammar, markers = self.grammar, self.format.markers
         reserved = self._reserved_starts()
         text = text_without(markers, *reserved)
@@ -118,7 +118,7 @@ class CallGrammar:
         return self._after_reasoning(grammar.rule("reply", *replies), may_stay_open=True)
 
     def _constrained(self, constraint: TextConstraint) -> str:
-        """Return an expression for a text that meets the constraint, or for calls."""
+        """Return an expression for text that meets the constraint or for calls."""
         grammar = self.grammar
         if constraint.kind == "json_schema":
             text = self.json_rule("text", constraint.text, constraint.strict, "json_schema").expression
@@ -146,7 +146,7 @@ class CallGrammar:
         return " | ".join(replies)
 
     def _reserved_starts(self) -> list[str]:
-        """Return expressions that free text can't start with, because they start reasoning or a call in JSON."""
+        """Return expressions for the starts of reasoning and of JSON calls, with which free text must not start."""
         reserved = []
         if self.reasoning.open:
             reserved.append(f"/\\s*{escaped(self.reasoning.open)}(?s:.*)/")
@@ -163,7 +163,7 @@ class CallGrammar:
         return f"{head} {tool.arguments} {self.grammar.expression(self.grammar.parts(self.format.close.rstrip()))}"
 
     def _in_channels(self) -> str:
-        """Return the grammar of messages with reasoning, followed by a message with text or by a call."""
+        """Return the grammar for messages with reasoning, followed by a message with text or by a call."""
         grammar, text = self.grammar, text_without([*ENDS, START, CHANNEL])
         parts = grammar.parts
         channels = ["analysis"] if self.forced else ["analysis", "commentary"]
@@ -197,9 +197,9 @@ class CallGrammar:
     # Calls
 
     def _calls(self, before: Sequence[LarkPart], opening: str, *, with_middle: bool) -> str:
-        """Return an expression for a call, and for the calls that may follow it directly.
+        """Return an expression for a call and any calls that directly follow it.
 
-        `before` is the text before the call, and `opening` is the rest of the format's `open`.
+        `before` is the text before the call, and `opening` is the remaining part of the format's `open`.
         """
         parts, format_ = self.grammar.parts, self.format
         first = self._either([*before, *parts(opening)])
@@ -213,7 +213,7 @@ class CallGrammar:
         return " ".join(part for part in (first, end, more, self.grammar.expression(close[shared:])) if part)
 
     def _either(self, before: Sequence[LarkPart]) -> str:
-        """Return an expression for a call of one of the tools, including its arguments."""
+        """Return an expression for a call to one of the tools, including its arguments."""
         calls = []
         for tool in self._tools:
             head = [*before, tool.name, *self.grammar.parts(self._inner, tool.name)]
@@ -233,7 +233,7 @@ class CallGrammar:
 
 @dataclass
 class ToolRules:
-    """The rules for the arguments of one tool. Each rule is written when it is first used."""
+    """The grammar rules for one tool's arguments. Each rule is written when it is first used."""
 
     owner: CallGrammar
     rule: str
@@ -242,7 +242,7 @@ class ToolRules:
 
     @property
     def name(self) -> str:
-        """The name as the model writes it."""
+        """The tool's name as the model writes it."""
         name = self.offered.name
         return json.dumps(name, ensure_ascii=False)[1:-1] if self.owner.format.style == "json" else name
 
@@ -252,7 +252,7 @@ class ToolRules:
 
     @property
     def arguments(self) -> str:
-        """An expression for the arguments. Raises InvalidRequest."""
+        """An expression for the arguments. Raises InvalidRequest if the schema can't be compiled or enforced."""
         if self._arguments is None:
             tags = self.owner.format.tags
             if tags is None:
@@ -262,7 +262,7 @@ class ToolRules:
         return self._arguments
 
     def as_object(self) -> LarkRule:
-        """Return a rule for the whole call as a JSON object. Raises InvalidRequest."""
+        """Return a rule for the whole call as a JSON object. Raises InvalidRequest if the schema can't be compiled."""
         format_, schema = self.owner.format, self._schema() if self.follows_schema else {"type": "object"}
         call = {
             "type": "object",
@@ -277,7 +277,7 @@ class ToolRules:
         return self.owner.json_rule(f"{self.rule}c", json.dumps(call), self.offered.strict, self.offered.where)
 
     def _schema(self) -> dict[str, Any]:
-        """Return the schema of the arguments, which are an object."""
+        """Return the schema of the arguments, with type `object` unless it states a single type."""
         schema = dict(self.offered.parameters)
         if not isinstance(schema.get("type"), str):
             schema["type"] = "object"
@@ -293,8 +293,8 @@ class ToolRules:
         """Return an expression for arguments in the order of the schema.
 
         Rule m1 matches the arguments from index 1 onwards if no argument precedes them, and rule n1 matches them if one
-        does. There are two such rules for every index. For a required argument a, an optional argument b and a gap
-        between arguments:
+        does. There are two such rules for every index. For example, these are the rules for a required argument a, an
+        optional argument b and a gap between arguments:
 
             m0 = A n1
             n1 = GAP B | ""
@@ -372,7 +372,7 @@ class ToolRules:
 
 
 def _space_after_arguments(format_: CallFormat) -> str:
-    """Return the space after the last argument in a tag, which a call without arguments does not have."""
+    """Return the whitespace that follows the last tagged argument but is missing in calls without arguments."""
     ends = [format_.close, *([format_.middle] if format_.middle is not None else [])]
     spaces = {end[: len(end) - len(end.lstrip())] for end in ends}
     return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
@@ -381,7 +381,7 @@ def _space_after_arguments(format_: CallFormat) -> str:
 def _allowed_texts(
     schema: Mapping[str, Any], ends: list[str], key: str, not_enforced: Callable[[str], None]
 ) -> list[LarkPart]:
-    """Return the texts that conform to a schema and do not contain the closing tag."""
+    """Return grammar parts for texts that conform to a schema and do not contain the closing tag."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(chosen, list):
         return [value if isinstance(value, str) else json.dumps(value) for value in chosen]
@@ -403,7 +403,7 @@ def _allowed_texts(
 
 
 def _rust_pattern(pattern: str) -> str | None:
-    """Return an expression for texts that an ECMA pattern is found in, or None if Rust's syntax can't express it."""
+    """Return an expression for texts in which an ECMA pattern matches, or None if Rust's syntax can't express it."""
     if re.search(r"\(\?(?!:)|\\[bBkpPcu1-9]|\[\^?\]|\[[^\]]*\[|&&|~~|--", pattern):
         return None
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
@@ -420,7 +420,7 @@ def _rust_pattern(pattern: str) -> str | None:
 
 
 def _escape_slashes(regex: str) -> str:
-    """Return a regular expression for use between slashes in Lark."""
+    """Escape a regular expression for use between slashes in Lark."""
     return re.sub(
         r"\\(.)|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group()), regex, flags=re.S
     )

@@ -1,4 +1,4 @@
-"""Parse the tool calls in a model's reply, in the format of the model."""
+"""Parse the tool calls in a reply according to the model's call format."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ Found = tuple[list[ParsedToolCall], int]  # calls, and where they end
 
 @dataclass(frozen=True, slots=True)
 class ToolReader:
-    """Parses calls of the offered tools. `parameters` are their JSON Schemas by name."""
+    """Parses calls to the offered tools. `parameters` maps the tools' names to their JSON Schemas."""
 
     format: CallFormat
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only_one: bool = False  # drop all calls except the first
 
     def find(self, text: str, *, at_start: bool) -> int | None:
-        """Return where the tool calls start, or None. `at_start` means that the text is the start of the reply."""
+        """Return the position at which the tool calls start, or None if the text contains no calls.
+
+        `at_start` means that the text is the start of the reply.
+        """
         if self.format.bare_json and at_start and text.lstrip().startswith("{"):
             return 0
         found = [(at + len(marker), at) for marker in self.format.markers if (at := text.find(marker)) >= 0]
         return min(found)[1] if found else None  # the match that ends first, because more text does not change it
 
     def parse(self, text: str) -> tuple[tuple[ParsedToolCall, ...], str]:
-        """Return the calls, and the text around them.
+        """Return the calls and the surrounding text.
 
-        If a call is malformed or its tool was not offered, the whole text is returned as text.
+        If a call is malformed or its tool was not offered, no calls are returned, and the whole text is kept.
         """
         calls: list[ParsedToolCall] = []
         rest = []
@@ -51,11 +54,14 @@ class ToolReader:
         return tuple(calls[:1] if self.only_one else calls), "".join([*rest, text[at:]]).rstrip()
 
     def offers(self, name: str) -> bool:
-        """Return whether the tool may be called."""
+        """Return True if the model may call the tool."""
         return not self.parameters or name in self.parameters
 
     def _calls(self, text: str, at: int) -> Found:
-        """Return a call and all calls that follow it directly, and where they end. Raises NoCalls."""
+        """Return a call and all calls that directly follow it, and their end position.
+
+        Raises NoCalls if the first call is malformed or its tool was not offered.
+        """
         patterns = patterns_of(self.format)
         calls: list[ParsedToolCall] = []
         end, start = at, after(patterns.before, text, at)
@@ -95,7 +101,7 @@ class ToolReader:
         return call_of(name, arguments), end
 
     def _call_of_object(self, value: Any) -> ParsedToolCall:
-        """Return the call that a JSON object describes. Raises NoCalls."""
+        """Return the call that a JSON object describes. Raises NoCalls if the object is not a call."""
         if not isinstance(value, dict):
             raise NoCalls
         if self.format.name_is_key:
@@ -166,7 +172,7 @@ def _json_head(format_: CallFormat) -> re.Pattern[str]:
 
 
 def _bare_head(format_: CallFormat) -> re.Pattern[str]:
-    """Return a pattern for the start of a call without a marker, with any space, as a grammar enforces it."""
+    """Return a pattern for the start of a call without a marker, with any whitespace that a grammar allows."""
     tokens = re.findall(r'"[^"]*"|[{}:,\[\]]', format_.open_without_markers + NAME + format_.inner)
     parts = (_STRING if NAME in token else re.escape(token) for token in tokens)
     return re.compile(r"\s*" + r"\s*".join(parts) + r"\s*(?=\{)")
@@ -175,7 +181,7 @@ def _bare_head(format_: CallFormat) -> re.Pattern[str]:
 def _after_name(format_: CallFormat, end: str = r"\Z") -> str:
     """Return a pattern for the text after a name, in which a tag with an id is optional.
 
-    `end` matches where a call without arguments may end although its closing tag is missing.
+    `end` matches the position at which a call without arguments may end although its closing tag is missing.
     """
     inner = format_.inner.strip()
     if inner:
@@ -189,7 +195,7 @@ def _after_name(format_: CallFormat, end: str = r"\Z") -> str:
 
 
 def after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the position after the pattern, or the same position if it does not match."""
+    """Return the position after the match of a pattern, or the same position if the pattern does not match."""
     match = pattern.match(text, at)
     return match.end() if match else at
 
@@ -197,7 +203,7 @@ def after(pattern: re.Pattern[str], text: str, at: int) -> int:
 def _read_arguments(
     text: str, at: int, tags: ArgumentTags, patterns: CallPatterns, values: ArgumentValues
 ) -> tuple[dict[str, Any], int]:
-    """Return the arguments in tags, and where they end. Raises NoCalls."""
+    """Return the tagged arguments and their end position. Raises NoCalls if an argument is malformed."""
 
     def follows(at: int) -> bool:
         return patterns.argument.match(text, at) is not None or patterns.end.match(text, at) is not None

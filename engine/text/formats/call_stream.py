@@ -1,6 +1,6 @@
-"""Read calls that a grammar enforces, while the model writes them.
+"""Read grammar-enforced calls while the model is writing them.
 
-Such calls can't turn out to be text, so the name and the arguments of a call are final as soon as they are certain.
+Such calls can't turn out to be text, so a call's name and arguments are final as soon as more output can't change them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .calls import CallDelta, ParsedToolCall, encodable
 
 
 class CallPieces:
-    """Collects the pieces of the calls of one reply."""
+    """Collects the pieces of one reply's calls."""
 
     def __init__(self, only_one: bool) -> None:
         self._only_one = only_one
@@ -27,24 +27,24 @@ class CallPieces:
         return len(self._names)
 
     def start(self, name: str) -> None:
-        """Add the next call."""
+        """Add a call with this name."""
         self._names.append(encodable(name))
         self._arguments.append([])
         self._new.append(CallDelta(len(self._names) - 1, name=self._names[-1]))
 
     def add(self, arguments: str) -> None:
-        """Add a piece of the arguments of the last call."""
+        """Add a piece of the last call's arguments."""
         if arguments:
             self._arguments[-1].append(arguments)
             self._new.append(CallDelta(len(self._names) - 1, arguments=arguments))
 
     def cut(self, arguments: str) -> None:
-        """Add the last piece of a call that is incomplete."""
+        """Add the final piece of an incomplete call."""
         self.add(arguments)
         self._is_last_partial = True
 
     def take(self) -> tuple[CallDelta, ...]:
-        """Return the new pieces, and forget them. The pieces of a call that were added together are joined."""
+        """Return and clear the new pieces. Adjacent pieces of the same call are joined."""
         joined: list[CallDelta] = []
         for delta in self._new:
             if self._only_one and delta.number:
@@ -69,7 +69,7 @@ class CallStream:
     """Reads the part of a reply that starts with the first call."""
 
     def __init__(self, tools: ToolReader) -> None:
-        """Start before the first call. All calls are of the offered tools."""
+        """Create a reader that starts before the first call. All calls are to the offered tools."""
         self._tools = tools
         self._patterns = patterns_of(tools.format)
         self._text = ""  # not read yet
@@ -78,16 +78,16 @@ class CallStream:
         self.pieces = CallPieces(tools.only_one)
 
     def push(self, text: str) -> None:
-        """Add text of the reply."""
+        """Add the next text of the reply, and read the calls in it."""
         self._text += text
         while self._find_call() if self._arguments is None else self._read_arguments(self._arguments):
             pass
 
     def finish(self, *, cut: bool) -> tuple[tuple[ParsedToolCall, ...], str]:
-        """Return the calls, and the text around them.
+        """Return the calls and the surrounding text.
 
-        With `cut`, generation stopped early. The last call may then be partial, and an incomplete start of a call is
-        dropped.
+        `cut` means that generation stopped early. In this case, the last call may be partial, and an incomplete start
+        of a call is dropped.
         """
         if not self.pieces:
             if cut:
@@ -100,7 +100,7 @@ class CallStream:
         return self.pieces.calls(), "".join(self._around).rstrip()
 
     def _find_call(self) -> bool:
-        """Start reading the next call. Return False if its start is incomplete, or if none follows."""
+        """Start reading the next call. Return False if its start is incomplete or no call follows."""
         text, at = self._text, 0
         if self.pieces:
             if self._start_call(after(self._patterns.between, text, 0)):
@@ -140,7 +140,7 @@ class CallStream:
         return True
 
     def _read_arguments(self, arguments: ArgumentsReader) -> bool:
-        """Read more of the arguments. Return whether the call has ended."""
+        """Read more of the arguments. Return True if the call has ended."""
         new, length = arguments.read(self._text)
         self.pieces.add(new)
         self._text = self._text[length:]
@@ -161,13 +161,16 @@ class CallStream:
         return text[: self._tools.find(text, at_start=False)]
 
     def _is_markup(self, text: str) -> bool:
-        """Return whether the text is a piece of the markup between calls or after them."""
+        """Return True if the text is a piece of the markup between or after calls."""
         compact, format_ = "".join(text.split()), self._tools.format
         wholes = (format_.middle or "", format_.close, format_.between, format_.tail)
         return any(compact and compact in "".join(whole.split()) for whole in wholes)
 
     def _is_start_of_call(self) -> bool:
-        """Return whether the text may be the start of a call. Text is not JSON that starts like a call."""
+        """Return True if the unread text may be the start of a call.
+
+        The grammar excludes text that starts like a JSON call without being one.
+        """
         text, format_ = "".join(self._text.split()), self._tools.format
         if not format_.bare_json or any(text.startswith(marker) for marker in format_.markers):
             return True
@@ -176,7 +179,7 @@ class CallStream:
 
 
 def _decoded(name: str) -> str:
-    """Return the text of a JSON string, or the same text if it is not valid."""
+    """Return the decoded content of a JSON string, or the same text if it is not a valid string."""
     try:
         return str(json.loads(f'"{name}"'))
     except ValueError:

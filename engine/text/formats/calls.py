@@ -1,4 +1,4 @@
-"""Tool calls that models wrote."""
+"""Define the tool calls that are parsed from replies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A function call of the model. `arguments` is the text of a JSON object, or the start of one if it is partial."""
+    """A function call by the model.
+
+    `arguments` is the text of a JSON object, or the start of this text if the call is partial.
+    """
 
     name: str
     arguments: str
@@ -20,10 +23,10 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """The next piece of a call while the model writes it.
+    """The next piece of a call that the model is writing.
 
-    The first piece of a call has the name. Joined together, all `arguments` of a call are the arguments of the finished
-    call.
+    The first piece of a call contains the name. Joined together, the `arguments` of all pieces are the arguments of the
+    finished call.
     """
 
     number: int  # of the call in the reply, from 0
@@ -36,7 +39,10 @@ class NoCalls(ValueError):
 
 
 def call_of(name: Any, arguments: Any) -> ParsedToolCall:
-    """Return the call. Raises NoCalls if `name` is not a string, or `arguments` is not a JSON object."""
+    """Return a call with this name and these arguments.
+
+    Raises NoCalls if `name` is not a string or `arguments` is not a JSON object.
+    """
     if isinstance(arguments, str):  # some models write the object as a string
         arguments, _ = value_at(arguments, 0)
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -54,7 +60,10 @@ def encodable(text: str) -> str:
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that starts at this position or after space, and where it ends. Raises NoCalls."""
+    """Return the JSON value at this position, or after whitespace, and its end position.
+
+    Raises NoCalls if the text there is not valid JSON.
+    """
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         return _DECODER.raw_decode(text, at)

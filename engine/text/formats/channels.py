@@ -29,23 +29,23 @@ class MessageHead:
 
     @property
     def function(self) -> str | None:
-        """The function that this message calls, or None."""
+        """The name of the function that this message calls, or None."""
         return self.recipient.removeprefix(FUNCTIONS) if self.recipient.startswith(FUNCTIONS) else None
 
 
 def head_of(text: str) -> MessageHead:
-    """Return the parsed header of a message, given without its `<|message|>`."""
+    """Parse the header of a message. `text` excludes the final `<|message|>`."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
     return MessageHead(channel.group(1) if channel else "final", recipient.group(1) if recipient else "")
 
 
 def may_be_head(text: str) -> bool:
-    """Return whether the text starts like a message header, or may do so once more text follows."""
+    """Return True if the text starts like a message header, or may do so once more text arrives."""
     text = text.lstrip()
     return any(text.startswith(start) or start.startswith(text) for start in _HEAD_STARTS)
 
 
 def next_mark(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str] | None:
-    """Return the position of the first of these marks at or after `start`, and the mark itself, or None."""
+    """Return the position of the first of these marks at or after `start` and the mark itself, or None."""
     found = [(at, mark) for mark in marks if (at := text.find(mark, start)) >= 0]
     return min(found, default=None)

@@ -1,7 +1,7 @@
 """Compose grammars in llguidance's Lark dialect from literals, texts and schemas.
 
-The lexer takes the longest match and never backtracks. Therefore all text between two control tokens becomes one
-terminal. Otherwise, a terminal that may come next could be the start of another one.
+The lexer takes the longest match and never backtracks. Therefore, all text between two control tokens becomes one
+terminal. Otherwise, one possible next terminal could be the start of another terminal.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def escaped(text: str) -> str:
 
 
 def containing(texts: Iterable[str]) -> str:
-    """Return an expression for all texts that contain at least one of these."""
+    """Return an expression for all texts that contain at least one of the given texts."""
     return f"/(?s:.*)({'|'.join(escaped(text) for text in texts)})(?s:.*)/"
 
 
@@ -63,7 +63,7 @@ def text_without(texts: Iterable[str], *others: str) -> LarkText:
 
 @dataclass
 class LarkGrammar:
-    """The terminals and rules of a grammar. `controls` are the control tokens of the markup, by their text."""
+    """The terminals and rules of a grammar. `controls` maps the texts of the markup's control tokens to their ids."""
 
     controls: Mapping[str, int]
     rules: dict[str, str] = field(default_factory=dict)  # by name
@@ -112,7 +112,7 @@ class LarkGrammar:
         return self.rule(name, "%json " + json.dumps(schema, ensure_ascii=False))
 
     def text(self, start: str) -> str:
-        """Return the whole grammar."""
+        """Return the whole grammar with `start` as its start rule."""
         terminals = {name: expression for expression, name in self._terminals.items()}
         return "\n".join(
             f"{name}: {expression}" for name, expression in {"start": start, **self.rules, **terminals}.items()

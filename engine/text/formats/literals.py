@@ -1,6 +1,6 @@
 """Compare, split and match literals, such as tags, that a template writes around a caller's words.
 
-A literal may have slots for text that differs from call to call: the name of the tool, an id, a counter or a key.
+A literal may contain slots for text that varies between calls: the tool's name, an id, a counter or a key.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _HALVES = re.compile(r"start|begin|open|end|close|[^a-z0-9]")
 
 
 def shared_start(first: str, second: str) -> str:
-    """Return the start that both texts share. It never ends inside a tag."""
+    """Return the common prefix of both texts, which never ends inside a tag."""
     at = num_shared(first, second)
     return first[: min(_outside(first, at)[0], _outside(second, at)[0])]
 
 
 def shared_end(first: str, second: str) -> str:
-    """Return the end that both texts share. It never starts inside a tag."""
+    """Return the common suffix of both texts, which never starts inside a tag."""
     size = num_shared(first[::-1], second[::-1])
     sizes = (len(text) - _outside(text, len(text) - size)[1] for text in (first, second))
     return first[len(first) - min(sizes) :]
 
 
 def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return the number of items at the start that both sequences share."""
+    """Return the length of the common prefix of both sequences."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 def _outside(text: str, at: int) -> tuple[int, int]:
-    """Return the nearest positions to the left and to the right that are not inside a tag."""
+    """Return the nearest positions before and after `at` that are not inside a tag."""
     for tag in TAG.finditer(text, max(0, at - 82)):
         if tag.start() < at < tag.end():
             return tag.start(), tag.end()
@@ -50,12 +50,12 @@ def tags_of(text: str) -> list[str]:
 
 
 def pieces_of(literal: str) -> list[str]:
-    """Return the tags of a literal, and the words between them."""
+    """Return the tags in a literal and the words between them."""
     return _PIECE.findall(literal)
 
 
 def is_pair(opening: str, closing: str) -> bool:
-    """Return whether two tags form a pair, such as `<think>` and `</think>`, or `<|START_X|>` and `<|END_X|>`."""
+    """Return True if two tags form a pair, such as `<think>` and `</think>`, or `<|START_X|>` and `<|END_X|>`."""
     first, second = (_HALVES.sub("", tag.lower()) for tag in (opening, closing))
     return opening != closing and first == second != ""
 
@@ -71,7 +71,7 @@ def mirrored(opening: str) -> str | None:
 
 
 def merged(first: str, second: str) -> str | None:
-    """Return one literal for both, with a slot for each number that differs, or None if anything else differs."""
+    """Return one literal that represents both, with a slot for each different number, or None if other text differs."""
     if first == second:
         return first
     parts, others = (re.split(r"(\d+)", text) for text in (first, second))

@@ -21,7 +21,7 @@ class Kind:
     positional: tuple[str, ...]  # parameters that can be given by position
     result: type[Mapping[str, object]]  # shape of the result that callers get
     is_public: bool = True  # False: only cellama itself queues it
-    completes: bool = False  # its result is a completion, so a job that ends early has a shorter one
+    completes: bool = False  # its result is a completion, so a job that ends early has a shorter result
     streams: bool = True  # can publish its output token by token
     keeps_journal: bool = False  # its events contain results, so they expire as late as results
     shape: Callable[[Any], Any] = lambda result: result  # converts a completion into the result for callers

@@ -18,15 +18,16 @@ TASK_CHAT = "cellama.chat"
 class ChatJob(RepliedJob, GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
-    thinking_budget: Count | None = Field(default=None, ge=0, description="Maximum number of tokens for thinking.")
+    thinking_budget: Count | None = Field(default=None, ge=0, description="Maximum number of reasoning tokens.")
     parallel_tool_calls: StrictBool | None = Field(
         default=None,
-        description="If false, allow at most one tool call. If true, allow several, even if a call is forced.",
+        description="Allow several tool calls, even if a call is forced. If false, allow at most one call.",
     )
     allowed_tools: Annotated[tuple[Name, ...], Field(min_length=1), no_more_than(limits.MAX_TOOLS, "names")] | None = (
         Field(
             default=None,
-            description="Names of the tools that may be called. The prompt still describes all tools. Can be repeated.",
+            description="Names of the tools that the model may call. The prompt still describes all tools. Can be "
+            "repeated.",
         )
     )
 
@@ -40,7 +41,7 @@ class ChatJob(RepliedJob, GenerationJob):
                 known = ", ".join(sorted(names)) or "none"
                 raise ValueError(f"allowed_tools: {name!r} is not a tool of this job; the tools are: {known}")
         if self.tool_choice not in ("auto", "none", "required", *self.allowed_tools):
-            raise ValueError(f"tool_choice: {self.tool_choice!r} is not one of allowed_tools; add it there")
+            raise ValueError(f"tool_choice: {self.tool_choice!r} is not in allowed_tools; add it there")
         return self
 
 

@@ -47,24 +47,24 @@ class ChunkJob(BaseJob):
 
 
 def line_bytes(kind: LineKind, params: Mapping[str, Any]) -> int:
-    """Return the number of bytes that a line adds to the message of its chunk."""
+    """Return the number of bytes that a line adds to its chunk's message."""
     text = json.dumps({"kind": kind, "params": params}, ensure_ascii=False)
     return len(text.encode(errors="surrogatepass")) + len(", ")
 
 
 def max_lines_bytes(model: str, max_payload_bytes: int) -> int:
-    """Return how many bytes a chunk's lines may use in its message."""
+    """Return the maximum number of bytes that a chunk's lines may use in its message."""
     return max_payload_bytes - len(json.dumps([[model, []], {"priority": PRIORITY_BULK}]))
 
 
 def job_of_line(line: ChunkLine, model: str, priority: int) -> LineJob:
-    """Convert the payload of a line into the payload of a single job. Raises InvalidJob."""
+    """Convert a line's payload into the payload of a single job. Raises InvalidJob."""
     params = {**line.params, "model": model, "priority": priority}
     return parse_job(LINE_JOBS[line.kind], (), (), params)
 
 
 class ChunkResult(TypedDict):
-    """Result of a chunk of a bulk run. The results of its lines are in its events."""
+    """Result of a chunk in a bulk run. The chunk's events contain the results of its lines."""
 
     lines: int
     usage: Usage

@@ -15,7 +15,7 @@ TASK_EMBED = "cellama.embed"
 
 
 class EmbedJob(BaseJob):
-    """One vector per text, of unit length unless `normalize` is false. A text can be given as token ids."""
+    """One vector per text, of unit length unless `normalize` is false. A text can be passed as token ids."""
 
     texts: Inputs
     normalize: StrictBool = Field(default=True, description="Scale vectors to unit length.")
@@ -23,18 +23,18 @@ class EmbedJob(BaseJob):
         default=None, ge=1, description="Number of dimensions to keep per vector (default: all)."
     )
     truncate: StrictBool = Field(
-        default=False, description="Truncate texts that are too long instead of refusing them."
+        default=False, description="Truncate texts that are too long instead of rejecting them."
     )
     encoding: Literal["list", "base64"] = Field(
-        default="list", description="Format of the vectors. base64 encodes little-endian float32."
+        default="list", description="Format of the vectors. `base64` encodes little-endian float32 values."
     )
 
 
 class EmbedResult(TypedDict):
     """Result of `embed`, with one entry per text.
 
-    A base64 entry is little-endian float32. If the model has one vector per token, an entry is a list of vectors, or
-    the base64 of all vectors, whose shape is in `shapes`.
+    A base64 entry contains little-endian float32 values. If the model returns one vector per token, an entry is a list
+    of vectors, or the base64 encoding of all vectors, with their shape in `shapes`.
     """
 
     embeddings: list[list[float]] | list[str] | list[list[list[float]]]

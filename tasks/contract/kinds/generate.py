@@ -25,30 +25,32 @@ TASK_GENERATE = "cellama.generate"
 
 
 class OtherFilePayload(Payload):
-    """A file of the same project, which the model reads before the text that it completes."""
+    """A file from the same project, which the model reads before the text that it completes."""
 
     filename: Name = "tmp"
     text: Text
 
 
 class GenerateJob(GenerationJob):
-    """Text that continues a prompt, which is a text or a list of token ids, or that fills the gap before a suffix."""
+    """Text that continues a prompt, or fills the gap before a suffix. The prompt is a text or a list of token ids."""
 
     prompt: Annotated[TextToComplete, BeforeValidator(text_of_result), TypedAs("Prompt")]
     suffix: Text | None = Field(
-        default=None, description="Text after the generated text. Only models with tokens for this purpose support it."
+        default=None,
+        description="Text that follows the generated text. Only models with fill-in-the-middle tokens support it.",
     )
     input_extra: Annotated[
         tuple[OtherFilePayload, ...], no_more_than(limits.MAX_EXTRA_FILES, "files"), TypedAs("Sequence[ExtraFile]")
     ] = Field(
         default=(),
-        description="Other files of the project, each with a filename and a text, before a prompt with a suffix.",
+        description="Other files from the project, each with a filename and a text, which precede a prompt with a "
+        "suffix.",
     )
 
     @model_validator(mode="after")
     def _check_gap(self) -> GenerateJob:
         if self.suffix is None and self.prompt == "":
-            raise ValueError("prompt is '': it is empty; give some text")
+            raise ValueError("prompt is '': it is empty; provide some text")
         if self.suffix is None and self.input_extra:
             raise ValueError("input_extra requires a suffix; add one, or put the files into the prompt")
         if self.suffix is not None and self.parent_key is not None:
@@ -57,7 +59,7 @@ class GenerateJob(GenerationJob):
 
 
 class GenerateResult(RunResult):
-    """Result of `generate`, which is the first completion. If there are several, all of them are in `choices`."""
+    """Result of `generate`, which is the first completion. If there are several, `choices` contains all completions."""
 
     choices: NotRequired[list[CompletionChoice]]
 

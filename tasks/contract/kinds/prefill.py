@@ -1,4 +1,4 @@
-"""The kind `prefill`, which computes the prefix of later jobs and puts it into the cache."""
+"""The kind `prefill`, which computes the prefix of later jobs and stores it in the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASK_PREFILL = "cellama.prefill"
 
 
 class PrefillJob(ConversationJob, ReadingJob):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages or system message of a chat."""
+    """A prompt, or a chat's messages or system message, prefilled into the cache as the prefix of later jobs."""
 
     prompt: Prompt | None = None
     messages: Messages = ()
@@ -24,7 +24,7 @@ class PrefillJob(ConversationJob, ReadingJob):
     def _check_one(self) -> PrefillJob:
         chat = sorted(self.model_dump(include=set(ConversationJob.__annotations__), exclude_defaults=True))
         if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
-            raise ValueError(f"give either prompt, or messages or system; the chat parameters of this call are {chat}")
+            raise ValueError(f"pass either prompt, or messages or system; the chat parameters of this call are {chat}")
         return self
 
 
@@ -36,12 +36,12 @@ class PrefillResult(TypedDict):
     usage: Usage
     timings: Timings
     model: str
-    seq_id: int | None  # the slot, if it had one
+    seq_id: int | None  # the slot, if the job had one
     cache_hit_kind: CacheHitKind
 
 
 def of_prefill(result: Any) -> PrefillResult:
-    """Return the result of a prefill, without the fields of generated text."""
+    """Return the result of a prefill, without the fields for generated text."""
     shown: Any = {name: result[name] for name in PrefillResult.__annotations__ if name in result}
     return cast(PrefillResult, shown)
 

@@ -13,7 +13,7 @@ TASK_RERANK = "cellama.rerank"
 
 
 class RerankJob(BaseJob):
-    """Indices and scores of documents, the best answer to a query first."""
+    """Indices and scores of documents, sorted by how well they answer a query, best first."""
 
     query: FilledText
     documents: Texts
@@ -21,7 +21,7 @@ class RerankJob(BaseJob):
         default=None, ge=1, description="Number of results to return, best first (default: all)."
     )
     truncate: StrictBool = Field(
-        default=False, description="Truncate documents that are too long instead of refusing them."
+        default=False, description="Truncate documents that are too long instead of rejecting them."
     )
 
 

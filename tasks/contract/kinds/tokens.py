@@ -1,4 +1,4 @@
-"""The kinds `tokenize`, `detokenize` and `apply_chat_template`, which need the vocabulary of a model but no slot."""
+"""The kinds `tokenize`, `detokenize` and `apply_chat_template`, which need a model's vocabulary but no slot."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class TokenizeJob(BaseJob):
     """The token ids of a text."""
 
     text: Text
-    add_special: StrictBool = Field(default=True, description="Add the tokens that begin and end a text.")
+    add_special: StrictBool = Field(
+        default=True, description="Add the model's special tokens at the start and end of the text."
+    )
     parse_special: StrictBool = Field(
-        default=False, description="Tokenize special tokens in the text as special tokens, not as plain text."
+        default=False, description="Parse special tokens in the text instead of treating them as plain text."
     )
     return_pieces: ReturnPieces = False
 
@@ -39,7 +41,7 @@ class TokenizeResult(TypedDict):
 
 
 class DetokenizeJob(BaseJob):
-    """The text of token ids."""
+    """The text of a list of token ids."""
 
     tokens: TokenList
 

@@ -45,7 +45,7 @@ class Prediction(TypedDict):
 
 
 class ExtraFile(TypedDict):
-    """A file of the same project, which the model reads before the text that it completes."""
+    """A file from the same project, which the model reads before the text that it completes."""
 
     filename: NotRequired[str]
     text: str

@@ -1,6 +1,6 @@
 """Parts that the results of several kinds of jobs share, as JSON objects.
 
-Whether a result has a NotRequired field depends on the request.
+The request determines whether a result contains a NotRequired field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CacheTier = Literal["device", "ram", "disk"]
 
 
 class Usage(TypedDict):
-    """Numbers of tokens. `cached_tokens` is the number of prompt tokens that were taken from the cache.
+    """Token counts. `cached_tokens` is the number of prompt tokens that were taken from the cache.
 
     Only jobs that generate or prefill have `cache_tier` and `cache_hit_kind`. `accepted_prediction_tokens` is the
     number of draft tokens in the completion, which were generated faster. `rejected_prediction_tokens` is the number of
@@ -51,10 +51,11 @@ class Timings(TypedDict, total=False):
 
 
 class Logprob(TypedDict):
-    """A sampled token. `top` has the most likely tokens at its position, as pairs of token id and logprob.
+    """A sampled token.
 
-    `top_texts` has their texts. The text of a token with incomplete characters looks like `bytes:\\xe2\\x82`. The text
-    of control tokens is empty.
+    `top` contains the most likely tokens at this position, as pairs of a token id and a logprob. `top_texts` contains
+    their texts. The text of a token with incomplete characters looks like `bytes:\\xe2\\x82`. The text of control
+    tokens is empty.
     """
 
     token: int
@@ -81,9 +82,9 @@ class ToolCall(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """The next piece of a tool call while the model writes it. The first piece of a call has `id` and `name`.
+    """The next piece of a tool call that the model is writing. The first piece of a call has `id` and `name`.
 
-    All `arguments` of a call add up to the arguments of the finished call.
+    The concatenated `arguments` of a call's pieces are the arguments of the finished call.
     """
 
     index: int  # number of the call in the reply
@@ -108,7 +109,7 @@ class CompletionShape(TypedDict):
     stop_sequence: str | None
     tokens: NotRequired[list[int]]  # all generated tokens
     logprobs: NotRequired[list[Logprob]]
-    finish_key: NotRequired[str]  # key of prompt and output for `parent_key`; missing if `cache_prompt` is false
+    finish_key: NotRequired[str]  # key of the prompt and output for `parent_key`; missing if `cache_prompt` is false
 
 
 class CompletionChoice(CompletionShape):
@@ -121,7 +122,7 @@ class RunResult(CompletionShape):
     usage: Usage
     timings: Timings
     model: NotRequired[str]  # this and the next fields are missing if the timeout passed before a worker ran the job
-    seq_id: NotRequired[int | None]  # the slot, if it had one
+    seq_id: NotRequired[int | None]  # the slot, if the job had one
     mode: NotRequired[Mode]  # "stream" if the text was published token by token
     seed: NotRequired[int]
     cache_hit_kind: NotRequired[CacheHitKind]  # exact: all of the prompt except its last token was in the cache
@@ -130,7 +131,7 @@ class RunResult(CompletionShape):
 
 
 def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
-    """Return the usage of a job that needs no engine, or that ended before an engine counted its tokens."""
+    """Return the usage of a job that doesn't need an engine, or that ended before an engine counted its tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

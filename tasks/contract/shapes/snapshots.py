@@ -13,7 +13,7 @@ Phase = Literal["idle", "prefilling", "generating", "stopped"]
 
 
 class DraftTotals(TypedDict):
-    """Draft tokens that one source proposed."""
+    """Statistics about the draft tokens proposed by one source."""
 
     drafted: int
     accepted: int
@@ -83,7 +83,7 @@ class EmbedderState(TypedDict):
 
 
 class Totals(TypedDict):
-    """Sums over all loaded models of a process, including embedders and rerankers."""
+    """Totals for all models loaded in a process, including embedders and rerankers."""
 
     phase: Phase
     models: int

@@ -46,7 +46,8 @@ class WantedThing(TypedDict):
 class DeviceUse(TypedDict):
     """The memory that a model uses on one device.
 
-    `mapped_bytes` of the weights are in the page cache. `saved_bytes` is the quota for KV states in RAM.
+    `mapped_bytes` is the part of the weights that is in the page cache. `saved_bytes` is the quota for KV states in
+    RAM.
     """
 
     weights_bytes: int
@@ -62,7 +63,7 @@ class WorkerAdapter(TypedDict):
     name: str
     source: str
     status: AdapterStatus
-    scale: float  # for jobs that do not set `adapters`; 0 applies it only to jobs that do
+    scale: float  # scale for jobs that do not set `adapters`; with 0, only jobs that name it use it
     fingerprint: str  # SHA-256 of the file; "" while it is loading
     size_bytes: int
     in_use: int  # unfinished requests
@@ -122,8 +123,8 @@ class LoadedModel(TypedDict, total=False):
     follows_replies: bool  # true if chats can have a parent_key, because the template repeats replies unchanged
     memory: dict[str, DeviceUse]  # its memory by device
     memory_bytes: int  # its memory on all devices
-    load_s: float  # time that loading took
-    ready_at: float  # time at which it was ready
+    load_s: float  # duration of the load
+    ready_at: float  # time at which it became ready
     last_used_at: float  # time of its last request
     tuned: dict[str, int | str]  # options that `cellama tune` has set
     sampling: dict[str, object]  # the model's defaults of sampling parameters
@@ -142,8 +143,8 @@ class WorkerModel(ModelFile, LoadedModel):
 class ModelView(ModelFile, LoadedModel):
     """A model on all `workers` that have it.
 
-    If values differ between workers, they come from the first worker where the model is ready. `lacks` has the errors
-    of workers that must have the model or one of its adapters, but can't load it.
+    If values differ between workers, they come from the first worker where the model is ready. `lacks` contains the
+    errors of workers that must have the model or one of its adapters, but can't load it.
     """
 
     workers: list[str]
@@ -161,7 +162,7 @@ class WorkerDevice(TypedDict):
 
 
 class WorkerVram(TypedDict):
-    """The memory of all GPUs of a worker together. `used_bytes` includes other programs."""
+    """The combined memory of a worker's GPUs. `used_bytes` includes other programs."""
 
     total_bytes: int
     free_bytes: int
@@ -169,7 +170,10 @@ class WorkerVram(TypedDict):
 
 
 class WorkerMemory(TypedDict):
-    """The memory for a worker's models. `budget` is in bytes for all devices together. `vram` is None without GPUs."""
+    """The memory for a worker's models.
+
+    `budget` is in bytes for all devices together. `vram` is None if there are no GPUs.
+    """
 
     budget: int | Literal["auto", "unlimited"]
     on_full: OnFull
@@ -199,6 +203,6 @@ class WorkerCores(TypedDict):
 
     machine: str  # boot id of the machine, which all of its containers share
     processors: list[int]  # processors on which the worker may run
-    wants: int  # number of threads that it would use alone
+    wants: int  # number of threads that it would use if it were alone
     uses: float  # number of busy cores, averaged over the last seconds
     threads: int  # number of threads that it uses

@@ -30,7 +30,7 @@ from .conftest import Commands, stories
         (["run", "utf16.jsonl", "-o", "x.jsonl", "--overwrite"], "'utf16.jsonl' is UTF-16 text, but must be UTF-8"),
         (["run", "in.jsonl", "-o", "x.jsonl"], "no line has a model; set it with --model"),
         (["run", "prompts.txt", "-o", "x.jsonl"], "no line has a model; set it with --model"),
-        (["run", "empty.jsonl", "-o", "x.jsonl"], "'empty.jsonl' has no lines; name the right file"),
+        (["run", "empty.jsonl", "-o", "x.jsonl"], "'empty.jsonl' has no lines; check that it is the right file"),
         (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "use one of completion, input"),
         (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "invalid duration 'soon'"),
         (["resume", "nothing.jsonl"], "'nothing.jsonl' is not the output of a run"),
@@ -52,7 +52,9 @@ def test_batch_run_rejects_bad_options_before_queueing_anything(
     assert {path.name for path in set(commands.folder.iterdir()) - before} == {"command.log"}  # nothing has begun
 
 
-def test_batch_run_rejects_a_giant_line_and_completes_the_others(worker: WorkerProcess, commands: Commands) -> None:
+def test_batch_run_rejects_a_giant_line_and_completes_the_other_lines(
+    worker: WorkerProcess, commands: Commands
+) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "giant", "prompt": "x" * 10_000_000}, *stories(3)[2:]])
     assert commands.run() == 1
     assert {each["id"] for each in commands.results()} == {"s0", "s1", "s2"}
@@ -90,7 +92,7 @@ def test_batch_run_refuses_to_overwrite_the_output_of_another_run(worker: Worker
     assert commands.output.read_text() == before
 
 
-def test_lines_for_an_unserved_model_fail_alone(
+def test_lines_for_an_unserved_model_fail_without_affecting_other_lines(
     worker: WorkerProcess, commands: Commands, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "MODEL_TIMEOUT_S", 1.0)

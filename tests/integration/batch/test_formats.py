@@ -82,7 +82,7 @@ def expected(
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("input", INPUTS)
-def test_each_format_of_input_gives_the_same_answers_in_each_format_of_output(
+def test_each_input_format_yields_the_same_answers_in_each_output_format(
     input: str, output: str, commands: Commands, model: str, expected: list[str]
 ) -> None:
     source, target = commands.folder / f"in.{input}", commands.folder / f"out.{output}"

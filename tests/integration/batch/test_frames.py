@@ -18,7 +18,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 2}
 TITLES = ["The fox", "The bee", "The cat"]
 
 
-def test_data_frame_of_pandas_keeps_its_index_and_types(worker: WorkerProcess, model: str) -> None:
+def test_pandas_data_frame_keeps_its_index_and_types(worker: WorkerProcess, model: str) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"title": TITLES, "score": [0.5, 1.0, 2.0]}, index=pandas.Index([5, 3, 9], name="nr"))
     with Client() as client:
@@ -33,7 +33,7 @@ def test_data_frame_of_pandas_keeps_its_index_and_types(worker: WorkerProcess, m
     assert joined["output"].notna().all()
 
 
-def test_data_frame_of_polars_becomes_embeddings(worker: WorkerProcess, model: str) -> None:
+def test_polars_data_frame_becomes_embeddings(worker: WorkerProcess, model: str) -> None:
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame({"id": [1, 2, 3], "title": TITLES})
     with Client() as client:
@@ -44,7 +44,7 @@ def test_data_frame_of_polars_becomes_embeddings(worker: WorkerProcess, model: s
     assert found.schema["embedding"] == polars.Array(polars.Float32, 192)
 
 
-def test_table_with_an_output_is_resumed_and_not_computed_again(
+def test_table_with_an_output_is_resumed_without_recomputation(
     worker: WorkerProcess, commands: Commands, model: str
 ) -> None:
     table = pyarrow.table({"id": [1, 2, 3], "title": TITLES})
@@ -87,13 +87,15 @@ def test_failed_rows_are_missing_and_cause_a_warning(worker: WorkerProcess, mode
 @pytest.mark.parametrize(
     ("data", "output", "message"),
     [
-        ("in.jsonl", None, "output: it is missing; name the output file"),
+        ("in.jsonl", None, "output is missing; specify an output file"),
         ([{"id": 1}], "out.csv", "output: 'out.csv' can't keep all types of the result"),
         ([1], None, "input: row 0 is of type int; it must be a dictionary or a text"),
         ({"a": 1}, None, "input: dict is not supported; pass a path, a table, or a list of rows"),
         (pyarrow.array([1]), None, "input: a Int64Array of pyarrow is not a table"),
     ],
 )
-def test_client_rejects_data_that_is_not_rows(worker: WorkerProcess, data: Any, output: Any, message: str) -> None:
+def test_client_rejects_data_that_does_not_consist_of_rows(
+    worker: WorkerProcess, data: Any, output: Any, message: str
+) -> None:
     with Client() as client, pytest.raises(InvalidJob, match=message):
         client.batch(data, output)

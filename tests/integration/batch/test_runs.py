@@ -31,7 +31,7 @@ def end(commands: Commands, command: subprocess.Popen[str], redis: Redis) -> Non
     assert command.wait(PATIENCE_S) == 1, commands.log()
 
 
-def test_batch_run_completes_lines_of_all_kinds_and_reports_invalid_ones(
+def test_batch_run_completes_lines_of_all_kinds_and_reports_invalid_lines(
     worker: WorkerProcess, commands: Commands
 ) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
@@ -94,7 +94,9 @@ def test_batch_run_loses_and_repeats_no_line_when_command_and_workers_are_killed
     assert {each["id"]: each["text"] for each in results} == undisturbed
 
 
-def test_ids_keep_their_types_in_results_errors_and_after_a_resume(worker: WorkerProcess, commands: Commands) -> None:
+def test_ids_keep_their_types_in_results_and_errors_and_after_a_resume(
+    worker: WorkerProcess, commands: Commands
+) -> None:
     lines: list[Any] = [{"id": line_id, "prompt": "Hi", "max_tokens": 2} for line_id in (7, "7", 2**64)]
     commands.write([*lines, {"id": 8, "prompt": "word " * 3000}, {"id": 9, "prompt": ""}, {"id": 7, "prompt": "twice"}])
     assert commands.run("--order", "input") == 1
@@ -169,7 +171,7 @@ def test_run_can_be_cancelled_and_resumed_from_another_process(
     assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
 
 
-def test_second_command_does_not_touch_the_output_of_a_running_one(
+def test_second_command_does_not_touch_the_output_of_a_running_command(
     worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])

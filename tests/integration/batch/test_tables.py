@@ -40,7 +40,7 @@ def write_table(path: Path, count: int = 4, **more: Any) -> pyarrow.Table:
 
 
 @pytest.mark.parametrize("output", ["out.parquet", "out.arrow"])
-def test_table_keeps_types_of_columns_and_has_embeddings_of_fixed_size(
+def test_table_keeps_column_types_and_contains_fixed_size_embeddings(
     worker: WorkerProcess, commands: Commands, model: str, output: str
 ) -> None:
     table = write_table(commands.folder / "in.parquet")
@@ -56,7 +56,7 @@ def test_table_keeps_types_of_columns_and_has_embeddings_of_fixed_size(
     assert found.schema.field("embedding").type == pyarrow.list_(pyarrow.float32(), 192)
 
 
-def test_run_of_a_table_loses_no_row_when_command_and_worker_are_killed(
+def test_table_run_loses_no_row_when_command_and_worker_are_killed(
     start_worker: StartWorker, commands: Commands, model: str, redis_client: Redis
 ) -> None:
     worker = start_worker()
@@ -117,7 +117,9 @@ def test_failed_row_is_added_to_the_table_after_it_is_corrected(
     assert sorted(path.name for path in commands.folder.iterdir()) == ["command.log", "in.csv", "out.csv"]
 
 
-def test_run_continues_with_the_rest_after_a_limit(worker: WorkerProcess, commands: Commands, model: str) -> None:
+def test_run_continues_with_the_remaining_rows_after_a_limit(
+    worker: WorkerProcess, commands: Commands, model: str
+) -> None:
     write_table(commands.folder / "in.parquet", 8)
     argv = ("run", "in.parquet", "-o", "out.parquet", "-m", model, "--column", "title", "--json", *GREEDY, "2")
     assert commands.call(*argv, "--limit", "3") == 0, commands.log()

@@ -66,7 +66,7 @@ def run(agent: Agent, turns: range, before: Turn | None = None) -> Turn:
     if EXAMPLES > 1
     else [(family, APIS[i % 3]) for i, family in enumerate(SHORT)],
 )
-def test_every_turn_reuses_the_turn_before_it(gateway: GatewayProcess, family: str, api: str) -> None:
+def test_every_turn_reuses_the_previous_turn(gateway: GatewayProcess, family: str, api: str) -> None:
     keeps_reasoning = list(FAMILIES).index(family) % 2 == 1
     run(AGENTS[api](gateway, "agent", family, keeps_reasoning), range(TURNS))
 
@@ -122,7 +122,7 @@ def test_reuse_is_explained_for_the_id_of_an_answer(
 
 
 @pytest.mark.usefixtures("agents")
-def test_branches_and_retries_share_what_they_have_in_common(gateway: GatewayProcess) -> None:
+def test_branches_and_retries_share_their_common_prefix(gateway: GatewayProcess) -> None:
     agent = AGENTS["messages"](gateway, "agent", "hermes", keeps_reasoning=False, question="Branch!")
     first = run(agent, range(3))
     history = list(agent.history)

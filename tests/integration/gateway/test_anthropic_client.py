@@ -85,7 +85,7 @@ def test_models_are_listed_and_retrieved_in_anthropics_format(client: Anthropic,
     assert gateway.get("/v1/models").json()["object"] == "list"
 
 
-def test_base_url_with_v1_works_as_well(gateway: GatewayProcess, client: Anthropic) -> None:
+def test_base_url_may_end_with_v1(gateway: GatewayProcess, client: Anthropic) -> None:
     with Anthropic(base_url=f"{gateway.url}/v1/", api_key="none", max_retries=0) as other:
         assert other.messages.create(**REQUEST).content == client.messages.create(**REQUEST).content
         assert other.models.retrieve("tiny").id == "tiny"
@@ -196,7 +196,7 @@ def test_errors_raise_exceptions_of_anthropic_client(
     assert body["request_id"] == raised.value.request_id
 
 
-def test_image_is_rejected_by_name(client: Anthropic) -> None:
+def test_image_is_rejected_with_the_field_name(client: Anthropic) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     turns: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0.*only process text"):
@@ -227,7 +227,7 @@ def test_models_are_listed(client: Anthropic) -> None:
     assert "tiny" in [model.id for model in client.models.list()]
 
 
-def test_frames_have_event_names_but_no_done(gateway: GatewayProcess) -> None:
+def test_frames_have_event_names_but_no_done_marker(gateway: GatewayProcess) -> None:
     body = {**{name: value for name, value in REQUEST.items() if name != "extra_body"}, "stream": True}
     answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60)
     frames = [frame.split("\n") for frame in answer.text.strip().split("\n\n") if not frame.startswith(":")]
@@ -241,7 +241,7 @@ def test_system_message_between_turns_is_accepted(client: Anthropic) -> None:
     assert client.messages.create(**{**REQUEST, "messages": messages}).content
 
 
-def test_turn_that_the_caller_starts_is_continued(client: Anthropic) -> None:
+def test_turn_started_by_the_caller_is_continued(client: Anthropic) -> None:
     whole = client.messages.create(**REQUEST).content[0].to_dict()["text"]
     messages: Any = [*REQUEST["messages"], {"role": "assistant", "content": str(whole)[:21]}]
     rest = client.messages.create(**{**REQUEST, "messages": messages}).content[0].to_dict()["text"]

@@ -25,7 +25,7 @@ def turns(*contents: Any) -> list[Any]:
     ("body", "error", "param", "expected"),
     [
         ({"model": "nope"}, errors.NotFoundError, "model", "'nope' is not served; running models: tiny"),
-        ({"model": None}, errors.BadRequestError, "model", "use a model that /v1/models lists"),
+        ({"model": None}, errors.BadRequestError, "model", "use one of the models listed by /v1/models"),
         ({"model": 3}, errors.BadRequestError, "model", "model is 3"),
         ({"temperature": "hot"}, errors.BadRequestError, "temperature", "temperature is 'hot'"),
         ({"temperature": float("nan")}, errors.BadRequestError, "temperature", "temperature is nan"),
@@ -64,7 +64,7 @@ def turns(*contents: Any) -> list[Any]:
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, dict) else "",
 )
-def test_invalid_body_is_rejected_by_name(
+def test_invalid_body_is_rejected_with_the_field_name(
     gateway: GatewayProcess, body: dict[str, Any], error: type[errors.APIStatusError], param: str | None, expected: str
 ) -> None:
     answer = gateway.post("/v1/chat/completions", content=json.dumps({**CHAT, **body}), headers=JSON)
@@ -94,7 +94,7 @@ def test_invalid_body_is_rejected_by_name(
         ("rerank", {"query": "a", "documents": "b"}, "documents is str"),
         ("rerank", {"query": "a", "documents": ["b"]}, "not for rerank"),
         ("rerank", {"documents": ["b"]}, "query is None"),
-        ("rerank", {"query": "a", "documents": []}, "give at least one"),
+        ("rerank", {"query": "a", "documents": []}, "provide at least one"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n is 0"),
         ("rerank", {"query": "a", "documents": ["b"], "foo": 1}, "unknown parameter 'foo'"),
         ("completions", {"prompt": "a", "idempotency_key": "k"}, "unknown parameter 'idempotency_key'"),
@@ -141,7 +141,7 @@ def test_unknown_paths_and_methods_have_the_error_format(gateway: GatewayProcess
     assert gateway.get("/v1/models/nope").json()["error"]["code"] == "model_not_found"
 
 
-def test_request_id_is_from_client_or_new(gateway: GatewayProcess, openai: OpenAI) -> None:
+def test_request_id_comes_from_the_client_or_is_generated(gateway: GatewayProcess, openai: OpenAI) -> None:
     own = gateway.get("/health", headers={"x-request-id": "mine-1"})
     assert own.headers["x-request-id"] == "mine-1"
     forged = gateway.get("/health", headers={"x-request-id": "a b"})

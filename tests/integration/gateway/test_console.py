@@ -43,7 +43,7 @@ def test_console_asks_for_a_key_when_the_visitor_has_no_session(visit: Visit) ->
     assert browser.get("/console/jobs/x/events", headers={"accept": "text/event-stream"}).status_code == 401
 
 
-def test_sign_in_starts_a_session_that_scripts_and_other_sites_can_not_use(
+def test_sign_in_starts_a_session_that_scripts_and_other_sites_cannot_use(
     keyed: Keyed, visit: Visit, redis_client: Redis
 ) -> None:
     key, browser = keyed.add(admin=True), visit()
@@ -97,7 +97,7 @@ def test_console_rejects_changes_from_other_sites(keyed: Keyed, headers: dict[st
         for path in ("/console/sign-in", "/console/sign-out", "/console/jobs/x/cancel"):
             answer = browser.post(path, data={"key": keyed.add().text})
             assert answer.status_code == 403, path
-            assert "only requests of its own pages" in answer.text
+            assert "only requests from its own pages" in answer.text
     own = {**HTML, "origin": keyed.process.url}
     assert keyed.process.post("/console/sign-in", data={"key": keyed.add().text}, headers=own).status_code == 303
 
@@ -110,7 +110,7 @@ def test_pages_of_other_sites_may_link_to_the_console_but_not_read_it(gateway: G
     assert gateway.get("/console", headers={"host": "rebound.example.org"}).status_code == 403
 
 
-def test_each_page_has_a_strict_policy_and_neither_inline_scripts_nor_styles(gateway: GatewayProcess) -> None:
+def test_each_page_has_a_strict_policy_and_no_inline_scripts_or_styles(gateway: GatewayProcess) -> None:
     for path in ("/console", "/console/overview", "/console/jobs", "/console/jobs/list", "/console/jobs/none"):
         answer = gateway.get(path, headers=HTML)
         policy = answer.headers["content-security-policy"]
@@ -123,7 +123,7 @@ def test_each_page_has_a_strict_policy_and_neither_inline_scripts_nor_styles(gat
         assert gateway.get(name).status_code == 200
 
 
-def test_console_is_off_when_the_setting_says_so(keyed: Keyed, redis_server: RedisServer, tmp_path: Any) -> None:
+def test_console_is_disabled_by_its_setting(keyed: Keyed, redis_server: RedisServer, tmp_path: Any) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_CONSOLE="off")
     try:
         gateway.wait_ready("/health")
@@ -202,7 +202,7 @@ def test_list_filters_by_state_model_kind_and_id(
         waiting.cancel()
 
 
-def test_list_filters_10_000_jobs_and_reaches_each_of_them_by_pages(
+def test_list_filters_10_000_jobs_and_its_pages_include_each_job(
     gateway: GatewayProcess, redis_client: Redis, unserved: str
 ) -> None:
     ledger = Ledger(redis_client)
@@ -227,7 +227,7 @@ def test_list_filters_10_000_jobs_and_reaches_each_of_them_by_pages(
         redis_client.srem("cellama:queues", f"cellama:queue:{unserved}")
 
 
-def test_page_of_a_job_shows_its_life_its_parameters_and_its_escaped_text(
+def test_job_page_shows_the_lifecycle_parameters_and_escaped_text(
     gateway: GatewayProcess, queue: Client, unserved: str
 ) -> None:
     waiting = queue.generate(unserved, HOSTILE, stop=["a"], wait=True)
@@ -245,9 +245,7 @@ def test_page_of_a_job_shows_its_life_its_parameters_and_its_escaped_text(
     assert gateway.get("/console/jobs/none", headers=HTML).status_code == 404
 
 
-def test_stream_of_a_job_resumes_after_the_last_event_and_stops_at_the_end(
-    gateway: GatewayProcess, queue: Client
-) -> None:
+def test_job_stream_resumes_after_the_last_event_and_stops_at_the_end(gateway: GatewayProcess, queue: Client) -> None:
     job = queue.generate("tiny", "Once upon a time", max_tokens=8, temperature=0)
     result = job.result(PATIENCE_S)
     path = f"/console/jobs/{job.id}/events"
@@ -261,7 +259,7 @@ def test_stream_of_a_job_resumes_after_the_last_event_and_stops_at_the_end(
     assert gateway.get(path, params={"after": "x"}).status_code == 400
 
 
-def test_page_of_a_job_shows_each_attempt_when_workers_were_lost(
+def test_job_page_shows_each_attempt_when_workers_were_lost(
     gateway: GatewayProcess, redis_client: Redis, ledger: Ledger, unserved: str
 ) -> None:
     queue = f"cellama:queue:{unserved}"
@@ -285,7 +283,7 @@ def test_page_of_a_job_shows_each_attempt_when_workers_were_lost(
         redis_client.srem("cellama:queues", queue)
 
 
-def test_pages_report_that_redis_does_not_answer(tmp_path: Any) -> None:
+def test_pages_report_when_redis_does_not_respond(tmp_path: Any) -> None:
     gateway = GatewayProcess(tmp_path, "redis://127.0.0.1:1/0")
     try:
         gateway.wait_ready("/health")

@@ -31,7 +31,7 @@ def fits(page: Page) -> bool:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
-def test_pages_are_accessible_and_fit_on_each_screen(
+def test_pages_are_accessible_and_fit_each_screen_size(
     page: Page,
     gateway: GatewayProcess,
     keyed: Keyed,
@@ -129,7 +129,7 @@ def test_stream_and_overview_resume_after_a_restart_of_the_gateway(
         gateway.stop()
 
 
-def test_hidden_page_does_not_poll_and_is_updated_when_it_is_shown(
+def test_hidden_page_does_not_poll_and_is_updated_when_shown(
     page: Page, gateway: GatewayProcess, queue: Client, unserved: str
 ) -> None:
     page.open(f"{gateway.url}/console/jobs?model={unserved}")
@@ -147,7 +147,7 @@ def test_hidden_page_does_not_poll_and_is_updated_when_it_is_shown(
         job.cancel()
 
 
-def test_page_does_not_receive_a_list_again_that_has_not_changed(
+def test_page_does_not_receive_an_unchanged_list_again(
     page: Page, gateway: GatewayProcess, queue: Client, unserved: str
 ) -> None:
     page.open(f"{gateway.url}/console/jobs?model={unserved}")
@@ -165,7 +165,7 @@ def test_page_does_not_receive_a_list_again_that_has_not_changed(
         job.cancel()
 
 
-def test_hidden_page_of_a_job_closes_its_stream_and_resumes_it_when_it_is_shown(
+def test_hidden_job_page_closes_its_stream_and_resumes_it_when_shown(
     page: Page, gateway: GatewayProcess, queue: Client, worker: WorkerProcess
 ) -> None:
     with worker.slowed(0.3):
@@ -183,7 +183,7 @@ def test_hidden_page_of_a_job_closes_its_stream_and_resumes_it_when_it_is_shown(
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_markup_in_the_text_of_a_model_is_shown_as_text(
+def test_markup_in_model_output_is_shown_as_text(
     page: Page, gateway: GatewayProcess, queue: Client, worker: WorkerProcess, is_live: bool
 ) -> None:
     params: dict[str, Any] = {"json_schema": {"const": HOSTILE}, "max_tokens": 120}

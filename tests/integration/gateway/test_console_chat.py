@@ -156,7 +156,7 @@ def test_answer_comes_from_the_result_when_its_events_have_expired(
     assert text in chatter.page()
 
 
-def test_oldest_chats_are_deleted_when_a_caller_has_too_many(redis_server: RedisServer) -> None:
+def test_oldest_chats_are_deleted_when_a_caller_has_too_many_chats(redis_server: RedisServer) -> None:
     async def run() -> None:
         async with AsyncRedis.from_url(redis_server.url) as redis:
             store = ConsoleChatStore(redis, Caller(key_id="many"))
@@ -185,7 +185,7 @@ def keyed(redis_server: RedisServer, worker: WorkerProcess, tmp_path: Path) -> I
     assert gateway.stop() == 0
 
 
-def test_chat_belongs_to_its_key_and_has_its_rights(keyed: tuple[str, str, str], redis_client: Redis) -> None:
+def test_chat_belongs_to_its_key_and_shares_its_rights(keyed: tuple[str, str, str], redis_client: Redis) -> None:
     url, first, second = keyed
     own, other = ConsoleChatter(url, **{"x-api-key": first}), ConsoleChatter(url, **{"x-api-key": second})
     with own, other:

@@ -166,7 +166,7 @@ def test_message_stays_in_the_field_when_it_is_refused(gateway: GatewayProcess, 
     assert page.text("problem") == ""
 
 
-def test_screen_readers_hear_sentences_instead_of_tokens(
+def test_screen_readers_receive_sentences_instead_of_tokens(
     gateway: GatewayProcess, worker: WorkerProcess, page: Page
 ) -> None:
     open_chat(page, gateway.url)

@@ -107,7 +107,7 @@ def test_only_administrators_see_and_create_keys(keyed: Keyed) -> None:
             assert path in admin.get("/console").text
 
 
-def test_page_of_tenants_shows_their_jobs_and_their_share(keyed: Keyed, redis_client: Redis, unserved: str) -> None:
+def test_tenants_page_shows_the_jobs_and_share_of_each_tenant(keyed: Keyed, redis_client: Redis, unserved: str) -> None:
     tenant = f"<b>{unserved}"
     Ledger(redis_client).submit([submission(queue_name(unserved), fairness_key=tenant) for _ in range(3)])
     service = ServiceWriter(redis_client)
@@ -144,7 +144,7 @@ def test_invalid_fields_are_explained_and_stay_in_the_form(keyed: Keyed) -> None
     with as_owner_of(keyed, keyed.add(admin=True)) as admin:
         for fields, problem in (
             ({"tenant": "<b>"}, "it must be 1 to 64 letters"),
-            ({"tenant": "acme", "expires_in": "soon"}, "use for example 30m, 12h, 90d or 4w"),
+            ({"tenant": "acme", "expires_in": "soon"}, "use, for example, 30m, 12h, 90d or 4w"),
             ({"tenant": "acme", "tokens_per_minute": "1e3"}, "it must be a whole number"),
             ({"tenant": "acme", "requests_per_minute": "0"}, "greater than or equal to 1"),
         ):

@@ -127,7 +127,7 @@ def test_invalid_lines_are_listed(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
-def test_pages_of_chats_runs_tenants_and_keys_are_accessible_and_fit_on_each_screen(
+def test_chat_run_tenant_and_key_pages_are_accessible_and_fit_each_screen_size(
     gateway: GatewayProcess, http: httpx.Client, page: Page, worker: WorkerProcess, width: int, scheme: str
 ) -> None:
     run = start_run(http, lines_of(*(request(number, max_tokens=2) for number in range(30)), request(30, top_k=-2)))

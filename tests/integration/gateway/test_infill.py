@@ -80,10 +80,10 @@ def test_ollamas_client_fills_a_gap(gateway: GatewayProcess, filler: str) -> Non
         ("/infill", {"input_prefix": "", "input_suffix": "", "input_extra": [{"name": "x"}]}, "input_extra.0"),
         ("/infill", {"input_prefix": "", "input_suffix": "", "xyzzy": 1}, "unknown parameter 'xyzzy'"),
         ("/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}, "has no tokens to fill in the middle"),
-        ("/v1/completions", {"model": "tiny", "prompt": ""}, "prompt is '': it is empty; give some text"),
+        ("/v1/completions", {"model": "tiny", "prompt": ""}, "prompt is '': it is empty; provide some text"),
     ],
 )
-def test_gap_that_can_not_be_filled_is_rejected(
+def test_gap_that_cannot_be_filled_is_rejected(
     gateway: GatewayProcess, path: str, body: dict[str, Any], expected: str
 ) -> None:
     answer = gateway.post(path, json=body)
@@ -91,7 +91,7 @@ def test_gap_that_can_not_be_filled_is_rejected(
     assert expected in answer.json()["error"]["message"]
 
 
-def test_other_files_need_a_suffix(queue: Client) -> None:
+def test_other_files_require_a_suffix(queue: Client) -> None:
     with pytest.raises(InvalidJob, match="input_extra requires a suffix"):
         queue.generate("tiny", "a", input_extra=[{"text": "b"}])
     with pytest.raises(InvalidJob, match="suffix can't be combined with parent_key"):

@@ -174,7 +174,7 @@ def test_slow_reader_delays_only_its_own_stream(
     assert b"data: [DONE]" in received
 
 
-def test_request_is_429_with_retry_after_when_wait_is_too_long(
+def test_request_gets_429_with_retry_after_when_wait_is_too_long(
     worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_MAX_WAIT_S="1").wait_ready()

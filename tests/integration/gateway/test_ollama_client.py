@@ -71,7 +71,7 @@ def test_stream_adds_up_to_the_answer(client: OllamaClient, gateway: GatewayProc
         assert len([json.loads(line) for line in streamed.iter_lines()]) > 2
 
 
-def test_client_for_asyncio_streams(gateway: GatewayProcess) -> None:
+def test_asyncio_client_streams(gateway: GatewayProcess) -> None:
     async def chat() -> str:
         async with AsyncClient(host=gateway.url, timeout=PATIENCE_S) as client:
             return text_of([part async for part in await client.chat(**ASKED, stream=True)])
@@ -97,7 +97,7 @@ def test_tool_call_and_result_make_a_round_trip(client: OllamaClient) -> None:
     assert not last.message.tool_calls
 
 
-def test_function_is_a_tool(client: OllamaClient) -> None:
+def test_function_can_be_passed_as_a_tool(client: OllamaClient) -> None:
     def get_weather(city: str) -> str:
         """The weather in a city."""
         return f"sunny in {city}"
@@ -166,7 +166,7 @@ def test_request_without_prompt_reports_that_the_model_is_loaded(client: OllamaC
     assert client.embeddings("tiny", "").embedding == []
 
 
-def test_vectors_equal_those_of_the_other_endpoint(client: OllamaClient, openai: OpenAI) -> None:
+def test_vectors_equal_the_vectors_of_the_other_endpoint(client: OllamaClient, openai: OpenAI) -> None:
     vectors = openai.embeddings.create(model="tiny", input=["a fox", "a bear"], encoding_format="float")
     expected = [one.embedding for one in vectors.data]
     answer = client.embed("tiny", ["a fox", "a bear"])
@@ -276,7 +276,7 @@ def test_malformed_body_gets_an_error_in_ollamas_format(
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
 
 
-def test_body_needs_no_content_type_unless_a_page_of_another_site_sends_it(gateway: GatewayProcess) -> None:
+def test_body_requires_a_content_type_only_when_a_page_of_another_site_sends_it(gateway: GatewayProcess) -> None:
     content, by_page = json.dumps({**ASKED, "stream": False}), {"origin": "http://evil.example"}
     for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # litellm and curl
         assert gateway.post("/api/chat", content=content, headers=headers).status_code == 200

@@ -136,7 +136,7 @@ LOOKUP: Any = {
 PARIS: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
-def test_voluntary_call_fits_its_strict_tool(openai: OpenAI) -> None:
+def test_voluntary_call_conforms_to_its_strict_tool(openai: OpenAI) -> None:
     choice = openai.chat.completions.create(model="tiny", messages=PARIS, tools=[LOOKUP], temperature=0).choices[0]
     (call,) = choice.message.tool_calls or ()  # the model was trained to call get_weather with a city
     assert call.type == "function"
@@ -186,7 +186,7 @@ def test_call_truncated_by_max_tokens_is_returned_as_call(openai: OpenAI) -> Non
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_structured_output_parses(openai: OpenAI) -> None:
+def test_structured_output_can_be_parsed(openai: OpenAI) -> None:
     parsed = openai.chat.completions.parse(model="tiny", messages=HELLO, response_format=City, max_tokens=60)
     assert isinstance(parsed.choices[0].message.parsed, City)
     with openai.chat.completions.stream(
@@ -211,7 +211,7 @@ def test_embeddings_are_the_same_in_both_encodings(openai: OpenAI) -> None:
     assert short.usage.prompt_tokens >= 3
 
 
-def test_models_are_listed_and_found(openai: OpenAI) -> None:
+def test_models_are_listed_and_retrieved(openai: OpenAI) -> None:
     # Workers that other tests have killed are listed for a while.
     wait_until(lambda: [model.id for model in openai.models.list()] == ["tiny"], "the models that are served")
     assert openai.models.retrieve("tiny").model_extra["context_length"] == 2048  # type: ignore[index]
@@ -259,12 +259,12 @@ def test_message_of_a_parsed_tool_call_can_be_sent_back(openai: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("roles", [("system", "developer", "user"), ("user", "system"), ("user", "user")])
-def test_messages_of_any_role_may_be_anywhere(openai: OpenAI, roles: tuple[str, ...]) -> None:
+def test_messages_of_any_role_may_be_at_any_position(openai: OpenAI, roles: tuple[str, ...]) -> None:
     messages: Any = [{"role": role, "content": f"Message {place}"} for place, role in enumerate(roles)]
     assert openai.chat.completions.create(**{**CHAT, "messages": messages}).choices[0].message.content
 
 
-def test_reply_that_the_caller_starts_is_continued(openai: OpenAI) -> None:
+def test_reply_started_by_the_caller_is_continued(openai: OpenAI) -> None:
     whole = openai.chat.completions.create(**CHAT).choices[0].message.content
     assert whole is not None
     started: Any = [*CHAT["messages"], {"role": "assistant", "content": whole[:21]}]

@@ -46,13 +46,13 @@ def test_document_is_served_without_a_key(keyed: Keyed) -> None:
     assert served[0].json() == served[1].json() == json.loads(json.dumps(DOCUMENT))
 
 
-def test_command_prints_the_document() -> None:
+def test_command_prints_the_openapi_document() -> None:
     printed = subprocess.run([*COMMAND, "--openapi"], capture_output=True, check=True, env=clean_environment())
     assert json.loads(printed.stdout) == json.loads(json.dumps(DOCUMENT))
 
 
 @pytest.mark.parametrize(("path", "name"), WITH_EXAMPLES)
-def test_example_of_a_request_gets_the_documented_answer(gateway: GatewayProcess, path: str, name: str) -> None:
+def test_example_request_gets_the_documented_answer(gateway: GatewayProcess, path: str, name: str) -> None:
     document = json.loads(json.dumps(DOCUMENT))
     close_answers(document)
     operation = document["paths"][path]["post"]

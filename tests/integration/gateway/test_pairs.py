@@ -86,7 +86,7 @@ def test_pair_gets_the_expected_reply(clients: Clients, pair: Pair) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/reranking", "/v2/rerank"])
 @pytest.mark.parametrize("options", [{}, {"return_documents": True, "top_n": 2}], ids=["scores", "documents"])
-def test_ranking_has_the_documented_form(clients: Clients, path: str, options: dict[str, Any]) -> None:
+def test_ranking_has_the_documented_format(clients: Clients, path: str, options: dict[str, Any]) -> None:
     document = json.loads(json.dumps(gateway_document(API_ROUTES)))
     close_answers(document)
     ask = rank(path, documents=["w3 w4 w5", {"text": "w6"}, "w7 w8"], **options)

@@ -24,7 +24,7 @@ def answer(openai: OpenAI, **body: Any) -> tuple[str, int]:
     return reply.choices[0].message.content or "", reply.usage.completion_tokens
 
 
-def test_answer_has_at_least_its_minimum_of_tokens(openai: OpenAI, queue: Client) -> None:
+def test_answer_has_at_least_the_minimum_number_of_tokens(openai: OpenAI, queue: Client) -> None:
     text, num_tokens = answer(openai)
     assert num_tokens < 20
     longer = queue.chat("tiny", QUESTION, min_tokens=20, stop=text[:4], **GREEDY).result(PATIENCE_S)

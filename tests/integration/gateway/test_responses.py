@@ -73,7 +73,7 @@ def test_response_shows_sampling_parameters_of_the_request_and_the_model(openai:
     assert (shown["safety_identifier"], shown["prompt_cache_key"], shown["user"]) == ("s", "p", None)
 
 
-def test_counted_input_tokens_are_those_that_the_response_uses(openai: OpenAI) -> None:
+def test_counted_input_tokens_equal_the_input_tokens_of_the_response(openai: OpenAI) -> None:
     asked: Any = {"model": "tiny", "input": REQUEST["input"], "instructions": "Be brief", "tools": [FUNCTION]}
     counted = openai.responses.input_tokens.count(**asked)
     assert counted.object == "response.input_tokens"
@@ -123,7 +123,7 @@ def test_compacted_conversation_is_continued_with_its_summary(openai: OpenAI, qu
         openai.responses.compact(model="tiny")
 
 
-def test_references_stand_for_items_of_stored_responses(openai: OpenAI) -> None:
+def test_references_resolve_to_items_of_stored_responses(openai: OpenAI) -> None:
     sent: Any = {**REQUEST, "input": "What is the weather in Paris?", "tools": [FUNCTION], "max_output_tokens": 60}
     first = openai.responses.create(**sent)
     [call] = [item for item in first.output if item.type == "function_call"]
@@ -148,7 +148,7 @@ def test_references_stand_for_items_of_stored_responses(openai: OpenAI) -> None:
         openai.responses.create(**{**sent, "input": [{"type": "item_reference"}]})
 
 
-def test_stream_is_the_same_when_read_again_from_any_event(openai: OpenAI) -> None:
+def test_stream_is_the_same_when_reread_from_any_event(openai: OpenAI) -> None:
     received = events_of(openai.responses.create(**REQUEST, stream=True))
     assert [event["sequence_number"] for event in received] == list(range(len(received)))
     response_id = received[0]["response"]["id"]
@@ -222,7 +222,7 @@ def test_streams_end_when_response_is_deleted(openai: OpenAI, redis_client: Redi
     assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(created.id))
 
 
-def test_deleted_response_leaves_no_result_that_arrives_late(openai: OpenAI, redis_client: Redis) -> None:
+def test_result_that_arrives_after_its_response_was_deleted_is_deleted(openai: OpenAI, redis_client: Redis) -> None:
     answer = openai.responses.create(**REQUEST)
     record: Any = redis_client.get(response_key(answer.id))
     job_id = json.loads(record)["job_id"]
@@ -255,7 +255,7 @@ def test_conversation_continues_with_its_context(openai: OpenAI) -> None:
     assert second.previous_response_id == first.id
 
 
-def test_instructions_apply_to_one_response_only(openai: OpenAI) -> None:
+def test_instructions_apply_only_to_one_response(openai: OpenAI) -> None:
     first = openai.responses.create(**REQUEST, instructions="Speak like a fox")
     arguments = {**REQUEST, "input": "And of Norway?", "previous_response_id": first.id}
     second = openai.responses.create(**arguments, instructions="Be brief")
@@ -376,7 +376,9 @@ def test_idempotency_key_returns_the_same_response(openai: OpenAI, redis_client:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_invalid_parameters_are_rejected_by_name(gateway: GatewayProcess, wrong: dict[str, Any], param: str) -> None:
+def test_invalid_parameters_are_rejected_with_the_field_name(
+    gateway: GatewayProcess, wrong: dict[str, Any], param: str
+) -> None:
     headers = {"content-type": "application/json"}
     answer = gateway.post("/v1/responses", content=json.dumps({**REQUEST, **wrong}), headers=headers)
     assert answer.status_code in (400, 404), answer.text

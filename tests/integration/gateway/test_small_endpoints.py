@@ -48,7 +48,7 @@ def _bytes(piece: Any) -> bytes:
     return piece.encode() if isinstance(piece, str) else bytes(piece)
 
 
-def test_parameters_of_a_chat_change_the_end_of_its_prompt(gateway: GatewayProcess) -> None:
+def test_chat_parameters_change_the_end_of_the_prompt(gateway: GatewayProcess) -> None:
     def prompt(*turns: Any, **body: Any) -> str:
         sent = {"messages": [*CHAT["messages"], *turns], "return_token_strs": True, **body}
         return "".join(gateway.post("/tokenize", json=sent).raise_for_status().json()["token_strs"])
@@ -66,7 +66,7 @@ def test_parameters_of_a_chat_change_the_end_of_its_prompt(gateway: GatewayProce
     assert prompt(reply, continue_final_message=False) == closed + started.removeprefix(ended)
     answer = gateway.post("/v1/chat/completions", json={**CHAT, "continue_final_message": True})
     assert answer.status_code == 400
-    assert "the last message is not a text of the assistant" in answer.json()["error"]["message"]
+    assert "the last message is not an assistant message with text" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("base", ["", "/v1/", "/v1/v1"])
@@ -133,7 +133,7 @@ def test_gateway_without_redis_is_healthy_but_not_ready(tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path, "redis://someone@127.0.0.1:1/0").wait_ready("/health")
     ready = gateway.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
-    assert ready.json()["error"]["message"] == "Redis does not answer, or temporarily accepts no commands"
+    assert ready.json()["error"]["message"] == "Redis does not answer, or temporarily refuses commands"
     assert "someone@127.0.0.1:1/0 does not answer" in gateway.log()
     answer = gateway.post("/v1/chat/completions", json=CHAT)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

@@ -93,7 +93,7 @@ def deltas_of(events: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_events_of_a_job_have_the_pieces_of_a_call(queue: Client, arguments: str, is_streamed: bool) -> None:
+def test_job_events_contain_the_pieces_of_a_call(queue: Client, arguments: str, is_streamed: bool) -> None:
     params: Any = {"tools": TOOLS, "tool_choice": "write", "temperature": 0, "stream": is_streamed}
     job = queue.chat("tiny", QUESTION, wait=True, **params)
     events: list[Any] = list(job.stream())

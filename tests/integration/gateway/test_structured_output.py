@@ -53,7 +53,7 @@ def check_text(text: str | None) -> None:
     assert json.loads(text or "").keys() == {"tags"}
 
 
-def test_non_strict_format_gives_warnings(openai: OpenAI) -> None:
+def test_non_strict_format_causes_warnings(openai: OpenAI) -> None:
     raw = openai.chat.completions.with_raw_response.create(**JSON, response_format=LENIENT)
     answer = raw.parse()
     check_text(answer.choices[0].message.content)
@@ -71,7 +71,7 @@ def test_strict_format_is_rejected_when_not_enforceable(openai: OpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("text", "invalid_json_schema")
 
 
-def test_enforceable_format_gives_no_warnings(openai: OpenAI) -> None:
+def test_enforceable_format_causes_no_warnings(openai: OpenAI) -> None:
     whole = {**SCHEMA, "properties": {"tags": TAGS}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": whole, "strict": True}}
     raw = openai.chat.completions.with_raw_response.create(**JSON, response_format=form)
@@ -80,7 +80,7 @@ def test_enforceable_format_gives_no_warnings(openai: OpenAI) -> None:
     assert "warnings" not in raw.http_response.json()
 
 
-def test_stream_has_warnings_in_its_last_chunk(openai: OpenAI) -> None:
+def test_stream_contains_warnings_in_its_last_chunk(openai: OpenAI) -> None:
     chunks = list(openai.chat.completions.create(**JSON, response_format=LENIENT, stream=True))
     check_text("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
     (end,) = [chunk for chunk in chunks if chunk.choices[0].finish_reason]
@@ -100,7 +100,7 @@ def test_completions_of_several_prompts_warn_once(openai: OpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("json_schema", "invalid_json_schema")
 
 
-def test_response_has_warnings_in_every_form(openai: OpenAI, gateway: GatewayProcess) -> None:
+def test_response_contains_warnings_in_every_format(openai: OpenAI, gateway: GatewayProcess) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "tags", "schema": SCHEMA}}
     raw = openai.responses.with_raw_response.create(**REQUEST, text=form)
     answer = raw.parse()
@@ -125,7 +125,7 @@ def test_message_is_not_strict_by_default_and_has_warnings(anthropic: Anthropic)
         anthropic.messages.create(**MESSAGE, extra_body={"strict_schema": True})
 
 
-def test_line_of_a_batch_has_warnings_in_its_body(openai: OpenAI) -> None:
+def test_batch_line_contains_warnings_in_its_body(openai: OpenAI) -> None:
     lines = [request(1, max_tokens=60, response_format=LENIENT), request(2, max_tokens=60, response_format=STRICT)]
     batch = ended(openai, create_batch(openai, lines))
     (done,) = lines_of(openai, batch.output_file_id)
@@ -162,7 +162,7 @@ def test_grammar_and_regex_are_accepted_by_name(openai: OpenAI, own: dict[str, s
     assert caught.value.param == name
 
 
-def test_strict_tool_is_rejected_and_others_warn_when_not_enforceable(openai: OpenAI) -> None:
+def test_unenforceable_tool_is_rejected_if_strict_and_causes_a_warning_otherwise(openai: OpenAI) -> None:
     def sent(strict: bool) -> Any:
         function = {"name": "tag", "parameters": SCHEMA, "strict": strict}
         return {**JSON, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}

@@ -26,7 +26,7 @@ def test_payload_depends_on_its_seed() -> None:
     assert json.dumps([payload(2, 7).task, payload(2, 7).args, payload(2, 7).kwargs]) != shown[7]
 
 
-def test_payloads_cover_every_task_with_valid_and_invalid_ones() -> None:
+def test_payloads_cover_every_task_with_valid_and_invalid_payloads() -> None:
     passed: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for number in range(600):

@@ -28,7 +28,7 @@ def frames(*events: dict[str, Any]) -> str:
     ],
     ids=["chat", "streamed chat", "response", "message"],
 )
-def test_usage_has_the_tokens_of_the_whole_prompt(answer: str) -> None:
+def test_usage_counts_the_tokens_of_the_whole_prompt(answer: str) -> None:
     assert Exchange("POST", "/", {}, {}, 200, answer).usage == (9, 7, 2)
     with pytest.raises(KeyError):
         Exchange("POST", "/", {}, {}, 200, "{}").usage  # noqa: B018

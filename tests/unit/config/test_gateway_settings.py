@@ -39,7 +39,7 @@ def test_cors_origins_may_be_a_json_list_or_separated_by_commas(
         ("gateway_metrics_token", "mine", "the token has 4 characters; use at least 16"),
     ],
 )
-def test_invalid_gateway_setting_is_explained_in_one_line(
+def test_invalid_gateway_setting_is_explained_on_one_line(
     settings_environment: SetVariables, name: str, value: str, message: str
 ) -> None:
     settings_environment(**{name: value})
@@ -50,7 +50,7 @@ def test_invalid_gateway_setting_is_explained_in_one_line(
     assert (value in str(raised.value)) == (name not in SECRETS)
 
 
-def test_secrets_has_the_names_of_all_secret_settings() -> None:
+def test_secrets_contains_the_names_of_all_secret_settings() -> None:
     hidden = {
         name for name, field in Settings.model_fields.items() if SecretStr in getattr(field.annotation, "__args__", ())
     }

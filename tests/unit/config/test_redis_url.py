@@ -43,7 +43,7 @@ def test_clients_use_database_user_and_master_of_the_url() -> None:
     assert transport_options(SENTINELS)["master_name"] == "main"
 
 
-def test_client_of_a_socket_ignores_options_of_tcp() -> None:
+def test_socket_client_ignores_tcp_options() -> None:
     client = connect("unix:///run/redis.sock?db=4", socket_keepalive=True, socket_connect_timeout=1)
     assert issubclass(client.connection_pool.connection_class, UnixDomainSocketConnection)
     assert database_of(client) == 4

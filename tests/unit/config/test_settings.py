@@ -27,7 +27,7 @@ def test_settings_default_to_a_local_redis_and_the_bundled_model(settings_enviro
     assert settings.default_model.id == "tiny"
 
 
-def test_settings_environment_wins_over_the_file(settings_environment: SetVariables, tmp_path: Path) -> None:
+def test_settings_environment_overrides_the_file(settings_environment: SetVariables, tmp_path: Path) -> None:
     (tmp_path / "cellama.toml").write_text(
         'look_ahead = 7\nlog_level = "DEBUG"\n[[models]]\nid = "a"\nsource = "a.gguf"\nn_parallel = 3\n'
     )
@@ -92,7 +92,7 @@ def test_settings_adapters_accept_a_source_or_a_table(settings_environment: SetV
         ({"models": '[{"id":"a ","source":"x"}]'}, r"models\.0\.id is 'a '"),
         ({"models": '[{"id":"","source":"x"}]'}, r"models\.0\.id is ''"),
         ({"model_aliases": "gpt"}, "'gpt' is not an alias; write it as ALIAS=MODEL, for example gpt-4o-mini=chat"),
-        ({"model_aliases": "a=b,b=c"}, "'a' stands for 'b', which is also an alias; name the model itself"),
+        ({"model_aliases": "a=b,b=c"}, "'a' refers to 'b', which is also an alias; name the model itself"),
         ({"model_aliases": ":a=b"}, "':a' is not valid, because a model id must not .* choose another alias"),
         ({"model_aliases": "tiny=b"}, "model_aliases: 'tiny' is the id of a model; choose another alias"),
         ({"config": "nowhere.toml"}, "CELLAMA_CONFIG: 'nowhere.toml' does not exist"),
@@ -119,9 +119,7 @@ def test_settings_file_error_names_the_mistake(
 
 
 @pytest.mark.parametrize("text", ["gpt-4o-mini=tiny, x=:default", '{"gpt-4o-mini": "tiny", "x": ":default"}'])
-def test_alias_stands_for_its_model_in_names_of_queues_and_in_payloads(
-    settings_environment: SetVariables, text: str
-) -> None:
+def test_alias_represents_its_model_in_queue_names_and_payloads(settings_environment: SetVariables, text: str) -> None:
     settings_environment(model_aliases=text)
     assert get_settings().model_aliases == {"gpt-4o-mini": "tiny", "x": ":default"}
     assert queue_name("gpt-4o-mini") == queue_name("tiny") == "cellama:queue:tiny"
@@ -141,7 +139,7 @@ def test_settings_hide_the_password(settings_environment: SetVariables) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_settings_of_a_model_accept_auto_for_tuned_options(settings_environment: SetVariables) -> None:
+def test_model_settings_accept_auto_for_tuned_options(settings_environment: SetVariables) -> None:
     settings_environment(
         models='[{"id":"a","source":"x","n_parallel":"auto","n_ubatch":"auto","threads":"auto","kv_layout":"auto"}]',
         look_ahead="0",
@@ -154,7 +152,7 @@ def test_settings_of_a_model_accept_auto_for_tuned_options(settings_environment:
     assert EngineOptions().num_slots == DEFAULT_SLOTS
 
 
-def test_settings_of_a_model_are_the_engine_options() -> None:
+def test_model_settings_match_the_engine_options() -> None:
     """The options of ModelSettings and EngineOptions must have the same names and defaults."""
     model = Settings.model_fields["models"].default[0].__class__
     options = {n: f.default for n, f in model.model_fields.items() if n not in NOT_OPTIONS}

@@ -39,6 +39,6 @@ logging.getLogger("celery.app.trace").info("task succeeded")
 """
 
 
-def test_worker_of_another_app_logs_in_the_format_of_celery() -> None:
+def test_worker_of_another_app_logs_in_celerys_format() -> None:
     done = subprocess.run([sys.executable, "-c", OTHER_APP], capture_output=True, text=True, check=True)
     assert done.stderr.strip().endswith(": INFO/MainProcess] task succeeded")

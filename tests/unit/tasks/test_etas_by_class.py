@@ -29,7 +29,7 @@ def running(priority: int) -> ListedJob:
         ([running(3)], {"interactive": NONE, "bulk": TWO}, [(0, 5), (2, 9)]),
     ],
 )
-def test_classes_share_an_estimate_unless_the_less_urgent_one_has_jobs(
+def test_classes_share_an_estimate_unless_the_less_urgent_class_has_jobs(
     monkeypatch: pytest.MonkeyPatch,
     jobs: list[ListedJob],
     waiting: dict[str, Waiting],

@@ -30,7 +30,7 @@ def test_forecast_counts_several_slots_per_job_and_extrapolates_a_sample() -> No
     assert [forecast(2, [], [job] * 2, num_ahead).eta_s for num_ahead in (2, 8)] == [20.0, 80.0]
 
 
-def test_service_time_assumes_a_tenth_more_when_a_job_exceeds_all_samples() -> None:
+def test_service_time_is_assumed_to_be_a_tenth_longer_when_a_job_exceeds_all_samples() -> None:
     assert service_time([1.0, 2.0, 6.0], elapsed_s=1.5) == ServiceTime(2.5, 4.0)
     assert service_time([1.0], elapsed_s=100.0) == ServiceTime(10.0, 0.0)
 

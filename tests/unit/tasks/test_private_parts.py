@@ -107,7 +107,7 @@ def defined(node: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_private_parts_are_used_in_one_file_and_by_listed_subclasses_only(file: str) -> None:
+def test_private_parts_are_used_only_in_one_file_and_by_listed_subclasses(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text())
     known = {name_of(path) for path in INHERITED.get(file.removeprefix("tasks/"), {})}
     names, own = {name for name in mentioned(tree) if private(name)} - {"_exit"}, set(defined(tree))  # os._exit

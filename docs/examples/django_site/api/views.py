@@ -1,4 +1,4 @@
-"""Views that queue jobs, and read their results and streams."""
+"""Views that queue jobs and read their results and streams."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from cellama.tasks import generate
 from config import celery_app
 from tasks import prompt_for, title_of
 
-client = Client()  # threads may share it
+client = Client()  # threads can share the client
 
 
 def submit(request: HttpRequest) -> HttpResponse:
-    """Queue a chain: a task of the site, a job for the model, and another task of the site."""
+    """Queue a chain of a site task, a job for the model, and another site task."""
     steps = chain(
         prompt_for.s(request.GET.get("animal", "fox")),
         generate.s(model="tiny", max_tokens=30, temperature=0),
-        title_of.s(),  # the site's settings route it to the site's queue
+        title_of.s(),  # the site's settings route this task to the site's queue
     )
     return JsonResponse({"id": steps.apply_async().id})
 
 
 def result(request: HttpRequest, job_id: str) -> HttpResponse:
-    """Return the title, or status 202 while it is not ready."""
+    """Return the title, or status 202 if the title is not ready yet."""
     job = AsyncResult(job_id, app=celery_app)
     if not job.ready():
         return JsonResponse({"state": job.state}, status=202)
@@ -49,13 +49,13 @@ def story(request: HttpRequest) -> HttpResponse:
 
 @require_GET
 def follow(request: HttpRequest, job_id: str) -> HttpResponse:
-    """Stream the events after the last one that the browser has: first past events, then live ones."""
+    """Stream past and live events, starting after the last event that the browser has received."""
     after = request.headers.get("last-event-id", "-1")
     if not after.removeprefix("-").isdecimal():
         return JsonResponse({"code": "invalid_request", "message": f"Last-Event-ID is {after!r}"}, status=400)
     try:
         if client.position(job_id).state == "done" and not list(client.stream(job_id, int(after))):
-            return HttpResponse(status=204)  # the browser has all events: this status stops its EventSource
+            return HttpResponse(status=204)  # the browser has all events, so this status stops its EventSource
         events = client.stream(job_id, int(after), timeout=math.inf, ping=15)
     except JobError as error:
         return problem(error)

@@ -1,4 +1,4 @@
-"""The configuration of the site. It imports the Celery app, so that `shared_task` finds it."""
+"""The site's configuration. It imports the Celery app, which `shared_task` needs."""
 
 from .celery import app as celery_app
 

@@ -1,4 +1,4 @@
-"""The site's own Celery app. It uses the same Redis as cellama's app, so a canvas can contain steps of both."""
+"""The site's Celery app. It uses the same Redis as cellama's app, so a canvas can contain steps from both apps."""
 
 import os
 

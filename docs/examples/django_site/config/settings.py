@@ -1,4 +1,4 @@
-"""The minimal Django settings for the example."""
+"""Minimal Django settings for the example."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The URLs of the views."""
+"""URL patterns of the views."""
 
 from django.urls import path
 

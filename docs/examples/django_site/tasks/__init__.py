@@ -1,4 +1,4 @@
-"""The site's own tasks: the steps before and after the model."""
+"""The site's own tasks, which run before and after the model."""
 
 from __future__ import annotations
 

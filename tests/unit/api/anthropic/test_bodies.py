@@ -87,7 +87,7 @@ def test_tool_choice_must_name_an_existing_tool() -> None:
     assert order(tools=[TOOL], tool_choice={"type": "none"}).params["tool_choice"] == "none"
 
 
-def test_counted_body_has_only_parameters_of_the_template() -> None:
+def test_counted_body_contains_only_template_parameters() -> None:
     made = parse_counted_body({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
     assert made.params.keys() == {"enable_thinking", "tools", "tool_choice"}
     parse_job(TemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
@@ -124,13 +124,13 @@ def test_counted_body_has_only_parameters_of_the_template() -> None:
         ({"logprobs": 1}, "logprobs"),
     ],
 )
-def test_invalid_parameter_is_rejected_by_name(body: dict[str, Any], named: str) -> None:
+def test_invalid_parameter_is_rejected_with_the_field_name(body: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         order(**body)
     assert str(refused.value).startswith(f"{named} is ")
 
 
-def test_missing_max_tokens_is_rejected_by_name() -> None:
+def test_missing_max_tokens_is_rejected_with_the_field_name() -> None:
     with pytest.raises(InvalidJob, match="max_tokens is missing"):
         order(max_tokens=None)
 

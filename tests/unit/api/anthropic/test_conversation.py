@@ -72,7 +72,7 @@ def test_assistant_turn_keeps_reasoning_signature() -> None:
 
 
 @pytest.mark.parametrize("signature", [{}, {"signature": None}, {"signature": ""}], ids=["none", "null", "empty"])
-def test_thinking_block_needs_no_signature(signature: dict[str, Any]) -> None:
+def test_thinking_block_does_not_need_a_signature(signature: dict[str, Any]) -> None:
     blocks = [{"type": "thinking", "thinking": "Hm", **signature}, text("Well")]
     assert messages_of(None, [HELLO, {"role": "assistant", "content": blocks}, HELLO])[1] == {
         "role": "assistant",

@@ -100,7 +100,7 @@ def test_omitted_reasoning_is_an_empty_block() -> None:
     assert (thought["thinking"], thought["signature"], said["text"]) == ("", "", "Well")
 
 
-def test_job_without_output_gives_an_empty_message() -> None:
+def test_job_without_output_returns_an_empty_message() -> None:
     message = read(stream_events(done(finish_reason="timeout")))
     assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
 

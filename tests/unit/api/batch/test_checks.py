@@ -40,7 +40,7 @@ def test_check_files_accepts_output_names_without_another_format(tmp_path: Path,
         ("x.pickle", "because pickle is not a format of bulk runs"),
         ("x.parquet.gz", "parquet files compress themselves; remove '.gz'"),
         ("nowhere/x.jsonl", "directory '.*/nowhere' not found; create it"),
-        (".", "is not a file; name a file"),
+        (".", "is not a file; choose a file"),
     ],
 )
 def test_check_files_rejects_output_names_of_other_formats(tmp_path: Path, name: str, message: str) -> None:
@@ -62,8 +62,8 @@ def test_check_files_accepts_tables_for_results_but_not_for_errors(tmp_path: Pat
     [
         ({"template": "Sum up"}, "template: 'Sum up' has no column; insert columns as {name}"),
         ({"template": "{a"}, "template: expected '}' before end of string; write {{ or }} for a brace"),
-        ({"template": "{a}", "column": "b"}, "--column and --template exclude each other"),
-        ({"limit": 2, "sample": 2}, "--limit and --sample exclude each other"),
+        ({"template": "{a}", "column": "b"}, "--column and --template can't be combined"),
+        ({"limit": 2, "sample": 2}, "--limit and --sample can't be combined"),
         ({"limit": 0}, "limit: 0 is not a number of rows"),
         ({"params": {"n": 2}, "output": "x.csv"}, "n: 2 results of a line don't fit into a row of .*x.csv"),
     ],

@@ -55,7 +55,9 @@ def test_line_file_truncates_an_incomplete_last_line(tmp_path: Path) -> None:
     assert file.size == path.stat().st_size
 
 
-def test_line_file_has_only_whole_lines_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_file_contains_only_complete_lines_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, calls = os.write, []
 
     def write_half(fd: int, data: bytes) -> int:
@@ -165,7 +167,7 @@ def test_reading_changes_nothing_when_it_fails(work: WorkFile) -> None:
     assert [work.count(state) for state in (PENDING, FINISHED)] == [2, 1]
 
 
-def test_identical_lines_wait_for_the_first_one(work: WorkFile) -> None:
+def test_identical_lines_wait_for_the_first_line(work: WorkFile) -> None:
     lines = [line(1, "a"), line(2, "b"), line(3, "a"), line(4, "a"), line(5, "b")]
     read(work, *lines, merge=True)
     assert work.pending == {"m": 2}

@@ -350,7 +350,7 @@ def test_line_is_invalid_when_its_job_is_too_large_in_every_format(format_: Form
     assert kinds(6000) == [BatchLine, BatchLine, BatchLine]
 
 
-def test_size_of_a_line_includes_parameters_of_the_run() -> None:
+def test_line_size_includes_the_parameters_of_the_run() -> None:
     defaults = Defaults("m", {"grammar": "x" * 3000})
     (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", defaults, 3000)
     assert isinstance(bad, BadLine)

@@ -78,7 +78,7 @@ def test_cache_uses_the_directory_of_the_settings_by_default(
     folder: Path, settings_environment: Callable[..., None]
 ) -> None:
     none = CliRunner().invoke(app, ["cache", "info"])
-    assert (none.exit_code, "the setting cache_dir is not set" in " ".join(none.output.split())) == (2, True)
+    assert (none.exit_code, "the cache_dir setting is not set" in " ".join(none.output.split())) == (2, True)
     settings_environment(cache_dir=str(folder))
     done = CliRunner().invoke(app, ["cache", "info", "--json"])
     assert json.loads(done.stdout)["num_states"] == 2

@@ -65,7 +65,7 @@ def test_output_fits_into_80_columns_and_indents_remedies(monkeypatch: pytest.Mo
     assert lines[-1] == "1 error"
 
 
-def test_invalid_settings_are_a_finding_and_other_checks_run(settings_environment: Callable[..., None]) -> None:
+def test_invalid_settings_are_reported_and_other_checks_run(settings_environment: Callable[..., None]) -> None:
     settings_environment(lease_s="soon", redis_url="redis://:s3cret@[/0")
     done = CliRunner().invoke(app, ["doctor", "--json"])
     report = json.loads(done.stdout)
@@ -76,7 +76,7 @@ def test_invalid_settings_are_a_finding_and_other_checks_run(settings_environmen
     assert "s3cret" not in done.output
 
 
-def test_producers_need_fewer_parts_of_packages_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_producers_require_fewer_package_parts_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     required: list[tuple[str, ...]] = []
     monkeypatch.setattr(doctor, "require_parts", lambda *paths: required.append(paths))
     for modules in (("sys",), ("a_missing_module",)):

@@ -36,7 +36,7 @@ def help_text(path: str, columns: int) -> str:
 
 @pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("path", sorted(LEAVES.keys() - WITHOUT_OWN_HELP))
-def test_help_shows_each_option_name_and_the_example_in_one_piece(path: str, columns: int) -> None:
+def test_help_shows_each_option_name_and_example_without_line_breaks(path: str, columns: int) -> None:
     text = help_text(path, columns)
     words = set(re.split(r"[\s,]+", text))
     names = {name for parameter in LEAVES[path].params for name in (*parameter.opts, *parameter.secondary_opts)}

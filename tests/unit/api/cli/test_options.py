@@ -38,7 +38,7 @@ def test_options_route_a_job_to_the_queue_of_its_model(given: dict[str, Any]) ->
     assert settled(**given).items() - {("serializer", "json")} == {"queue": OWN, "priority": None}.items()
 
 
-def test_options_accept_a_queue_of_the_users_own_workers() -> None:
+def test_options_accept_a_queue_served_by_user_workers() -> None:
     assert settled(queue=Queue("mine"), connection=app.connection_for_write())["queue"] == "mine"
 
 
@@ -46,7 +46,7 @@ def test_options_accept_a_queue_of_the_users_own_workers() -> None:
     ("given", "why"),
     [
         ({"queue": Queue("q", Exchange("e", type="fanout"))}, "exchange of type fanout"),
-        ({"exchange": "topics", "routing_key": "a.b"}, "exchange: 'topics' is not supported; jobs go directly"),
+        ({"exchange": "topics", "routing_key": "a.b"}, "exchange: 'topics' is not supported; jobs are sent directly"),
         ({"exchange": Exchange("e", type="topic"), "queue": "e"}, "exchange of type topic"),
         ({"routing_key": "elsewhere"}, "routing_key: 'elsewhere'"),
         ({"queue": 7}, "queue: 7"),

@@ -41,7 +41,7 @@ def shown(models: list[dict[str, Any]], width: int = 80, **queues: Any) -> str:
     return console.export_text()
 
 
-def test_status_shows_threads_of_ready_models_only() -> None:
+def test_status_shows_threads_only_for_ready_models() -> None:
     ready = {"id": "reader", "default": True, "threads": 7, **NO_PARTS}
     loading = {"id": "writer", "default": False, **NO_PARTS}
     lines = [line.split() for line in shown([ready, loading]).splitlines() if line.strip()]

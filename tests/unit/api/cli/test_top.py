@@ -63,7 +63,7 @@ def test_top_sorts_unserved_queues_first_then_by_longest_wait() -> None:
     assert "no worker is running" in text
 
 
-def test_top_shows_totals_in_one_line_of_a_narrow_terminal() -> None:
+def test_top_shows_totals_on_one_line_of_a_narrow_terminal() -> None:
     busy = view(*(worker(f"w{number}") for number in range(12)))
     busy["totals"] |= {"slots_busy": 200, "slots_total": 256, "prompt_rate": 12345.6, "generation_rate": 1234.5}
     busy["totals"]["cache_hits"] = 1

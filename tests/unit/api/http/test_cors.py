@@ -23,7 +23,7 @@ def test_cors_is_disabled_by_default() -> None:
 
 
 @pytest.mark.parametrize("origin", [ORIGIN, "*"])
-def test_preflight_is_allowed_for_configured_origin(origin: str) -> None:
+def test_preflight_is_allowed_for_configured_origins(origin: str) -> None:
     headers = headers_for(origin)
     assert headers["access-control-allow-origin"] == origin
     assert "x-api-key" in headers["access-control-allow-headers"]
@@ -36,7 +36,7 @@ def test_cors_exposes_the_headers_that_clients_read() -> None:
     assert {"x-request-id", "x-should-retry", "retry-after-ms", "x-ratelimit-reset-tokens"} <= set(read.split(", "))
 
 
-def test_preflight_is_rejected_for_other_origin() -> None:
+def test_preflight_is_rejected_for_other_origins() -> None:
     assert "access-control-allow-origin" not in headers_for("https://other.example.org")
 
 

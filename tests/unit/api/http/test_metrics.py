@@ -44,7 +44,7 @@ def test_requests_are_counted_by_route_and_status() -> None:
         (HERE, {"x-forwarded-for": "203.0.113.9"}, 403),
     ],
 )
-def test_metrics_without_token_are_local_only(at: Any, headers: dict[str, str], status: int) -> None:
+def test_metrics_without_a_token_are_only_available_locally(at: Any, headers: dict[str, str], status: int) -> None:
     with client(at) as http:
         answer = http.get("/metrics", headers=headers)
     assert answer.status_code == status

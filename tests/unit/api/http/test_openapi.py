@@ -43,7 +43,7 @@ def test_document_is_valid_openapi(document: dict[str, Any]) -> None:
     assert problems == []
 
 
-def test_document_has_all_routes_except_the_console_and_ollamas(document: dict[str, Any]) -> None:
+def test_document_describes_all_routes_except_console_and_ollama_routes(document: dict[str, Any]) -> None:
     routes = [route for route in create_app(Settings(gateway_console="on")).routes if isinstance(route, Route)]
     served = {f"{method} {path}" for method, path, _ in api_routes(routes)}
     assert {name for name, _ in operations_of(document)} == served
@@ -52,7 +52,7 @@ def test_document_has_all_routes_except_the_console_and_ollamas(document: dict[s
     assert all(path == "/" or path.startswith(("/console", "/api/")) for path in left_out)
 
 
-def test_operations_belong_to_routes() -> None:
+def test_operations_and_routes_correspond() -> None:
     assert OPERATIONS.keys() == {f"{method} {first_path}" for method, _, first_path in api_routes(API_ROUTES)}
 
 
@@ -121,7 +121,7 @@ def raised_codes() -> Iterator[tuple[str, int, str]]:
                     yield file.name, node.args[0].value, codes[0].value  # type: ignore[misc]
 
 
-def test_table_of_codes_has_the_status_of_every_error_of_the_gateway() -> None:
+def test_code_table_contains_the_status_of_every_gateway_error() -> None:
     raised = list(raised_codes())
     assert ("models.py", 503, "not_ready") in raised
     wrong = []

@@ -61,7 +61,7 @@ def test_wrong_method_gets_405_with_all_methods_of_the_path(http: TestClient) ->
         ("GET", "/v1/skills", {"anthropic-version": "2023-06-01"}, 404),
     ],
 )
-def test_errors_for_clients_of_anthropic_have_its_envelope(
+def test_errors_for_anthropic_clients_use_anthropics_envelope(
     http: TestClient, method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
     answer = http.request(method, path, headers=headers)
@@ -70,7 +70,7 @@ def test_errors_for_clients_of_anthropic_have_its_envelope(
     assert set(body["error"]) == {"type", "message"}
 
 
-def test_other_unknown_paths_have_the_envelope_of_openai(http: TestClient) -> None:
+def test_other_unknown_paths_use_openais_envelope(http: TestClient) -> None:
     for path in ("/v1/nothing", "/v1/messagesx", "/nothing"):
         answer = http.get(path, headers={"x-api-key": "sk-x"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")

@@ -48,7 +48,7 @@ def test_key_file_is_json_or_the_toml_that_the_command_prints(tmp_path: Path) ->
         ("\x00", "can't be read"),
     ],
 )
-def test_key_file_errors_name_the_field_but_no_secret(tmp_path: Path, fields: str, expected: str) -> None:
+def test_key_file_errors_name_the_field_without_revealing_secrets(tmp_path: Path, fields: str, expected: str) -> None:
     _, entry = key_and_entry()
     lines = [line for line in as_toml(entry).splitlines() if line.partition(" = ")[0] != fields.partition(" = ")[0]]
     (tmp_path / "keys.toml").write_text("\n".join([*lines, fields]), encoding="utf-8")

@@ -62,7 +62,7 @@ def test_parse_key_returns_none_for_altered_key(change: object) -> None:
         ({}, None),
     ],
 )
-def test_sent_key_reads_both_headers(headers: dict[str, str], key: str | None) -> None:
+def test_sent_key_accepts_both_headers(headers: dict[str, str], key: str | None) -> None:
     assert sent_key(headers) == key
 
 

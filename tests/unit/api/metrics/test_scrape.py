@@ -67,7 +67,7 @@ def test_scrape_counts_queued_jobs_by_model_and_class(redis: Any) -> None:
     assert value(scrape, "cellama_up") == 1
 
 
-def test_scrape_adds_up_the_tenants_beyond_the_first_ones(redis: Any) -> None:
+def test_scrape_sums_the_tenants_beyond_the_limit(redis: Any) -> None:
     service = ServiceWriter(redis)
     for number in range(module.MAX_SHARES + 2):
         service.note(f"t{number}", 100.0 - number)
@@ -82,7 +82,7 @@ def test_scrape_adds_up_the_tenants_beyond_the_first_ones(redis: Any) -> None:
     assert value(scrape, "cellama_scrape_truncated") == 1
 
 
-def test_scrape_of_an_empty_redis_has_metrics_but_no_worker(redis: Any) -> None:
+def test_scrape_of_an_empty_redis_contains_metrics_but_no_worker(redis: Any) -> None:
     scrape = Scrape(redis)
     assert value(scrape, "cellama_workers") == 0
     assert value(scrape, "cellama_jobs_waiting", model=":default") == 0
@@ -151,7 +151,7 @@ def test_scrape_counts_bulk_runs_by_state_and_lines_of_active_runs(redis: Any) -
     assert {state: value(scrape, "cellama_bulk_lines", state=state) for state in lines} == lines
 
 
-def test_scrape_adds_up_the_keys_of_a_tenant(redis: Any) -> None:
+def test_scrape_sums_the_keys_of_a_tenant(redis: Any) -> None:
     for tokens in (5, 7):
         key = new_key()
         entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")

@@ -26,7 +26,7 @@ EVENTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_stream_consists_of_parts_and_one_end() -> None:
+def test_stream_consists_of_parts_and_a_single_end() -> None:
     parts = [part for event in EVENTS for part in AnswerForm(CHAT, "tiny:latest").parts(event)]
     messages = [{name: value for name, value in part["message"].items() if name != "role"} for part in parts]
     call = {"id": "c1", "function": {"index": 0, "name": "f", "arguments": {"city": "Paris"}}}
@@ -39,7 +39,7 @@ def test_stream_consists_of_parts_and_one_end() -> None:
     assert [part["done_reason"] for part in parts if "done_reason" in part] == ["stop"]
 
 
-def test_completion_has_its_text_in_response() -> None:
+def test_completion_returns_its_text_as_response() -> None:
     [part] = AnswerForm(GENERATE, "tiny").parts({"type": "token", "text": "Hi", "tokens": [1]})
     assert (part["response"], part["done"], "message" in part) == ("Hi", False, False)
     message = {"role": "assistant", "content": "Hi", "reasoning": "Hm"}
@@ -49,7 +49,7 @@ def test_completion_has_its_text_in_response() -> None:
     assert (raw["response"], "thinking" in raw) == ("Hi", False)
 
 
-def test_durations_are_nanoseconds_of_the_jobs_timings() -> None:
+def test_durations_are_job_timings_in_nanoseconds() -> None:
     assert end_of(DONE) == {
         "done": True, "done_reason": "stop", "total_duration": 10_000_000, "load_duration": 1_500_000,
         "prompt_eval_count": 7, "prompt_eval_duration": 2_500_000, "eval_count": 3, "eval_duration": 6_000_000,
@@ -76,7 +76,7 @@ def test_arguments_of_calls_are_always_objects(arguments: str, partial: bool, ex
     assert part["message"]["tool_calls"][0]["function"]["arguments"] == expected
 
 
-def test_line_of_a_stream_has_no_other_line_separators() -> None:
+def test_stream_line_contains_no_other_line_separators() -> None:
     text = "a\nb\x85c\u2028d\u2029e\x0bf\x1cg"
     line = json_line({"response": text}).decode()
     assert line.splitlines() == [line[:-1]]

@@ -99,7 +99,7 @@ def test_prompt_becomes_user_message_unless_it_is_raw() -> None:
                 generate(**{**options, **more})
 
 
-def test_suffix_makes_a_completion_that_fills_the_gap() -> None:
+def test_suffix_requests_a_completion_that_fills_the_gap() -> None:
     for options in ({}, {"raw": True}, {"has_template": False}, {"prompt": ""}):
         made = generate(**{"suffix": "the end.", **options})
         assert (made.kind, made.content) == ("generate", options.get("prompt", "Hi"))
@@ -119,7 +119,7 @@ def test_empty_prompt_has_no_content() -> None:
     ("body", "message"),
     [
         ({"options": []}, r"options is \[\]; it must be an object"),
-        ({"options": {"stream": True}}, r"unknown option 'stream'; known options: .*parameters of jobs belong outside"),
+        ({"options": {"stream": True}}, r"unknown option 'stream'; known options: .*job parameters belong outside"),
         ({"options": {"num_predict": 5}, "max_tokens": 6}, r"options\.num_predict is 5, but max_tokens is also given"),
         ({"format": "xml"}, r"format is 'xml'; it must be json or a JSON Schema"),
         ({"format": SCHEMA, "json_schema": {}}, r"format is .* but json_schema is also given"),
@@ -137,7 +137,7 @@ def test_empty_prompt_has_no_content() -> None:
         ({"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, r"messages\.0\.images is .*text"),
     ],
 )  # fmt: skip
-def test_invalid_chat_is_rejected_by_name(body: dict[str, Any], message: str) -> None:
+def test_invalid_chat_is_rejected_with_the_field_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob, match=f"^{message}"):
         chat(**body)
 
@@ -155,13 +155,13 @@ def test_invalid_chat_is_rejected_by_name(body: dict[str, Any], message: str) ->
         ({"width": 64}, r"width is 64: models can only generate text"),
     ],
 )
-def test_invalid_completion_is_rejected_by_name(body: dict[str, Any], message: str) -> None:
+def test_invalid_completion_is_rejected_with_the_field_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob, match=f"^{message}"):
         generate(**body)
 
 
 @pytest.mark.parametrize("value", [3, {}, [1], [["a"]], True])
-def test_invalid_input_to_embed_is_rejected_by_name(value: Any) -> None:
+def test_invalid_input_to_embed_is_rejected_with_the_field_name(value: Any) -> None:
     with pytest.raises(InvalidJob, match=r"^input is .*it must be a string or a list of strings"):
         parse_texts({"input": value}, EMBED)
     with pytest.raises(InvalidJob, match=r"^prompt is .*it must be a string"):

@@ -32,7 +32,7 @@ def converted(*messages: Any) -> list[Any]:
     return made
 
 
-def test_results_belong_to_calls_by_name_and_then_by_position() -> None:
+def test_results_are_matched_to_calls_by_name_and_then_by_position() -> None:
     made = converted(
         QUESTION, reply("one", "two", "two"),
         {"role": "tool", "tool_name": "two", "content": "b"}, {"role": "tool", "content": "a"},
@@ -69,7 +69,7 @@ def test_members_are_renamed_and_unknown_members_are_ignored() -> None:
     assert converted(QUESTION, {**received, "thinking": ""})[1] == {"role": "assistant", "content": "Paris."}
 
 
-def test_messages_of_wrong_types_are_left_to_the_payload() -> None:
+def test_messages_of_wrong_types_are_left_to_payload_validation() -> None:
     wrong: list[Any] = [3, {"role": 5, "content": 6}, {"role": "assistant", "tool_calls": "no"}]
     assert messages_of(wrong) == wrong
     assert messages_of([{"role": "assistant", "tool_calls": [3, {"function": 4}]}])[0]["tool_calls"] == [

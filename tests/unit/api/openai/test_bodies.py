@@ -161,7 +161,7 @@ def test_reply_with_unreadable_content_is_rejected() -> None:
         ),
     ],
 )
-def test_unsupported_values_are_rejected_by_name(body: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_rejected_with_the_field_name(body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         chat(**body)
     assert message in str(caught.value)

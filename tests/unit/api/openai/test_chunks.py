@@ -29,7 +29,7 @@ def done(reason: str = "stop", **details: Any) -> dict[str, Any]:
     return {"type": "done", "finish_reason": reason, "usage": usage_of(prompt_tokens=3, completion_tokens=4), **details}
 
 
-def test_chat_stream_has_role_reasoning_text_calls_and_usage() -> None:
+def test_chat_stream_contains_role_reasoning_text_calls_and_usage() -> None:
     chunks = Chunks("chat", "id", "m", include_usage=True, common={"service_tier": "flex"})
     received = chunks.of(0, STARTED)
     received += chunks.of(0, token("Hm", "reasoning")) + chunks.of(

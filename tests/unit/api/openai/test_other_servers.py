@@ -67,9 +67,7 @@ def chat(**body: Any) -> dict[str, Any]:
         ({"skip_special_tokens": True, "use_beam_search": False, "bad_words": []}, {}),
     ],
 )
-def test_parameter_of_another_server_becomes_a_parameter_of_the_job(
-    body: dict[str, Any], params: dict[str, Any]
-) -> None:
+def test_parameter_of_another_server_becomes_a_job_parameter(body: dict[str, Any], params: dict[str, Any]) -> None:
     assert chat(**body) == params
 
 
@@ -97,13 +95,13 @@ def test_choice_becomes_an_expression_that_matches_only_its_texts() -> None:
         ({"repetition_penaltty": 1}, "did you mean 'repetition_penalty'?"),
     ],
 )
-def test_value_without_a_meaning_in_jobs_is_rejected(body: dict[str, Any], message: str) -> None:
+def test_value_without_meaning_for_jobs_is_rejected(body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         chat(**body)
     assert message in str(caught.value)
 
 
-def test_error_of_a_job_has_the_name_of_the_other_server() -> None:
+def test_job_error_uses_the_parameter_name_of_the_other_server() -> None:
     for names in (
         callers_names(PARAMETERS[CHAT], {"repetition_penalty": 500, "guided_json": {}}),
         anthropic_names({"repetition_penalty": 500, "guided_json": {}}),

@@ -11,7 +11,7 @@ from cellama.tasks.contract.shapes.results import FinishReason
 
 
 @pytest.mark.parametrize("end", [*get_args(FinishReason), "error"])
-def test_every_end_of_a_job_maps_to_an_end_of_a_response(end: str) -> None:
+def test_every_job_outcome_maps_to_a_response_outcome(end: str) -> None:
     heeded = b'{"kind": "response", "object": "resp_1", "tenant": ""}'
     received = announced({b"heeded": heeded, b"end": end.encode()})
     assert received == announcement(received["type"], "resp_1", None)

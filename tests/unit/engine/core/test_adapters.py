@@ -54,7 +54,7 @@ def text_of(engine: Engine, prompt: str = PREFIX, adapters: Choice | None = None
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_requests_with_different_adapters_get_the_same_text_as_alone(
+def test_requests_with_different_adapters_get_the_same_text_as_when_run_alone(
     make_engine: MakeEngine, folder: Path, unified: bool
 ) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=6, unified=unified))

@@ -110,7 +110,7 @@ class Failing(Strategy):
 
 
 @pytest.mark.parametrize("where", ["build_batch", "observe", "may_yield"])
-def test_failing_strategy_is_replaced_and_stops_no_request(
+def test_failing_strategy_is_replaced_without_stopping_any_request(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     monkeypatch.setattr(Failing, "where", where)
@@ -137,7 +137,7 @@ class Learning(Strategy):
         self.told.append((num_tokens, seconds))
 
 
-def test_strategy_observes_computed_steps_and_not_failed_ones(make_engine: MakeEngine) -> None:
+def test_strategy_observes_computed_steps_but_not_failed_steps(make_engine: MakeEngine) -> None:
     Learning.told = []
     engine, backend = make_engine(batch_strategy=f"{__name__}:Learning")
     steps: list[int] = []

@@ -93,7 +93,7 @@ def test_texts_do_not_depend_on_the_tier_of_their_prefixes(
 
 
 @pytest.mark.usefixtures("dear_prefill")
-def test_states_of_one_scope_are_not_found_by_another(home: Home) -> None:
+def test_states_of_one_scope_are_not_found_by_another_scope(home: Home) -> None:
     mine = say(home.open(), STORY, cache_scope="mine")
     home.close()
     engine = home.open()

@@ -103,7 +103,7 @@ def test_vectors_have_unit_length_and_the_requested_dimensions(embedder: Embedde
         embedder.submit([[1]], dimensions=3)
 
 
-def test_text_that_fails_alone_fails_only_its_caller(embedder: Embedder, backend: GatedBackend) -> None:
+def test_text_that_also_fails_alone_fails_only_its_caller(embedder: Embedder, backend: GatedBackend) -> None:
     occupy(embedder, backend)
     backend.poison = 99
     bad = embedder.submit([[1, 2], [99], [3]])
@@ -201,7 +201,7 @@ def test_truncated_text_keeps_the_tokens_at_the_end_of_every_text() -> None:
     assert embedder.close()
 
 
-def test_close_fails_waiting_requests_and_rejects_new_ones(backend: GatedBackend) -> None:
+def test_close_fails_waiting_requests_and_rejects_new_requests(backend: GatedBackend) -> None:
     embedder = Embedder(backend)
     running, waiting = occupy(embedder, backend), embedder.submit(texts_of(1, 2))
     closing = threading.Thread(target=embedder.close)

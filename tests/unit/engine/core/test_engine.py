@@ -30,7 +30,7 @@ from ....conftest import wait_until
 from ...conftest import GREEDY, PATIENCE_S, Gate, MakeEngine, request
 
 
-def test_engine_gives_each_request_the_same_text_as_alone(make_engine: MakeEngine) -> None:
+def test_engine_generates_the_same_text_for_concurrent_and_single_requests(make_engine: MakeEngine) -> None:
     prompts = [f"prompt number {i} " * (i % 7 + 1) for i in range(24)]
     alone, _ = make_engine(FakeBackend(n_slots=1))
     expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
@@ -57,7 +57,7 @@ def test_engine_mixes_decode_and_prefill_in_one_step(make_engine: MakeEngine) ->
     assert wait_until(lambda: engine.snapshot().mixed_steps == len(mixed), "a snapshot after the last step")
 
 
-def test_engine_emits_started_then_text_then_one_finished(make_engine: MakeEngine) -> None:
+def test_engine_emits_started_then_text_then_a_single_finished_event(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[tuple[Event, ...]] = []
     ended = threading.Event()
@@ -118,7 +118,7 @@ def test_engine_stops_at_a_stop_token(make_engine: MakeEngine) -> None:
     assert engine.submit(resumed).result(PATIENCE_S).text == whole[: at + 1]
 
 
-def test_engine_does_not_end_a_text_before_its_minimum_of_tokens(make_engine: MakeEngine) -> None:
+def test_engine_does_not_end_a_text_before_its_minimum_number_of_tokens(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(end_every=3))
     first = engine.submit(request(max_tokens=20)).result(PATIENCE_S)
     assert first.usage.completion_tokens < 12
@@ -148,7 +148,7 @@ def test_engine_finishes_with_length_when_the_slot_is_full(make_engine: MakeEngi
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_engine_gives_the_same_text_for_the_same_seed_only(make_engine: MakeEngine) -> None:
+def test_engine_generates_the_same_text_only_for_the_same_seed(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     texts = [engine.submit(request(sampling=SamplingParams(seed=seed))).result(PATIENCE_S).text for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
@@ -178,7 +178,7 @@ def test_engine_timeout_keeps_the_text_generated_so_far(make_engine: MakeEngine)
     assert time.monotonic() - started >= 3.0
 
 
-def test_listeners_get_a_request_that_timed_out_before_it_had_a_slot(make_engine: MakeEngine) -> None:
+def test_listeners_are_notified_of_a_request_that_timed_out_before_it_had_a_slot(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[Event] = []
     engine.add_listener(told.extend)
@@ -215,7 +215,7 @@ def test_engine_retries_after_an_aborted_decode_call(make_engine: MakeEngine) ->
     assert engine.submit(request()).result(PATIENCE_S).text == expected
 
 
-def test_engine_fails_only_the_request_that_fails_alone(make_engine: MakeEngine) -> None:
+def test_engine_fails_only_the_request_that_also_fails_alone(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     backend.poison = ord("!")
     good = [engine.submit(request(f"good {i}")) for i in range(3)]

@@ -85,7 +85,7 @@ def test_prefix_is_kept_while_a_request_waits_for_it(make_engine: MakeEngine, un
     assert computed(backend) <= 1.05 * optimum
 
 
-def test_cache_prompt_false_neither_reuses_nor_leaves_a_prefix(make_engine: MakeEngine) -> None:
+def test_cache_prompt_false_neither_reuses_nor_keeps_a_prefix(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
 
     def cached(prompt: str, **params: Any) -> int:
@@ -142,7 +142,7 @@ def test_ram_respects_its_quota_and_evicts_the_least_recently_used(make_engine: 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
 @pytest.mark.parametrize("partial_reuse", [False, True])
 @pytest.mark.parametrize("unified", [False, True])
-def test_urgent_request_takes_the_slot_of_a_bulk_one_which_resumes_later(
+def test_urgent_request_takes_the_slot_of_a_bulk_request_that_resumes_later(
     make_engine: MakeEngine, unified: bool, partial_reuse: bool, ram_bytes: int
 ) -> None:
     backend = FakeBackend(n_slots=2, unified=unified, partial_reuse=partial_reuse)
@@ -175,7 +175,7 @@ def test_urgent_request_takes_the_slot_of_a_bulk_one_which_resumes_later(
         assert "".join(event.text for event in told if isinstance(event, Text)) == text
 
 
-def test_bulk_request_does_not_take_the_slot_of_another(make_engine: MakeEngine) -> None:
+def test_bulk_request_does_not_take_the_slot_of_another_bulk_request(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     handles = [engine.submit(request(f"bulk {i}", priority=9)) for i in range(5)]
     for handle in handles:
@@ -264,7 +264,7 @@ def test_completions_of_one_prompt_end_together(make_engine: MakeEngine) -> None
     with pytest.raises(Exception, match="for this request alone"):
         engine.submit(request("!", n=3)).result(PATIENCE_S)
     assert engine.snapshot().kv_used_tokens == engine.snapshot().requests_waiting == 0
-    with pytest.raises(InvalidRequest, match="n is 3; generate and stream return one text"):
+    with pytest.raises(InvalidRequest, match="n: 3 is not supported here; use submit"):
         engine.generate("x", n=3)
 
 

@@ -49,7 +49,7 @@ def test_core_without_work_computes_nothing() -> None:
     assert backend.batches == []
 
 
-def test_closing_core_ends_running_requests_and_those_in_the_inbox() -> None:
+def test_closing_core_ends_running_requests_and_requests_in_the_inbox() -> None:
     core, backend = new_core()
     running = submitted(core, "one")
     core.step()
@@ -81,7 +81,7 @@ def test_inbox_wakes_its_owner_for_a_command_and_when_it_closes() -> None:
     assert not inbox.close()
 
 
-def test_inbox_counts_unfinished_requests_and_accepts_none_after_closing() -> None:
+def test_inbox_counts_unfinished_requests_and_accepts_no_requests_after_closing() -> None:
     inbox: Inbox[str] = Inbox()
     assert inbox.submit("one")
     assert inbox.is_busy

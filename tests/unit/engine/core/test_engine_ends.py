@@ -89,7 +89,7 @@ def test_short_decode_calls_are_aborted_only_for_a_small_share_of_the_time(
     assert reads == (2 if num_tokens == 41 else 1)
 
 
-def test_step_stats_have_the_time_spent_in_python(make_engine: MakeEngine) -> None:
+def test_step_stats_contain_the_time_spent_in_python(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     stats: list[StepStats] = []
     engine.add_step_listener(stats.append)

@@ -32,7 +32,7 @@ def test_chunk_size_takes_effect_or_is_rejected(make_engine: MakeEngine) -> None
     assert [len(chunk.tokens) for chunk in backend.batches[0]] == [1024]
 
 
-def test_completion_has_the_cache_hit_and_if_requested_its_context_tokens(make_engine: MakeEngine) -> None:
+def test_completion_reports_the_cache_hit_and_requested_context_tokens(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2))
     first = engine.submit(request("a long prompt", return_tokens=True, n=2)).result(PATIENCE_S)
     assert first.context_tokens == (*b"a long prompt", *first.tokens)

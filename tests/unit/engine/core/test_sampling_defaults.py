@@ -15,7 +15,7 @@ from cellama.engine.fake import FakeBackend
 from ...conftest import MakeEngine, request
 
 
-def test_defaults_of_a_model_apply_to_parameters_that_the_caller_omits(make_engine: MakeEngine) -> None:
+def test_model_defaults_apply_to_parameters_that_the_caller_omits(make_engine: MakeEngine) -> None:
     plain, _ = make_engine(FakeBackend(n_slots=1))
     engine, _ = make_engine(FakeBackend(n_slots=1), sampling={"temperature": 0, "logit_bias": {"101": "-inf"}})
     free = plain.generate("Once", max_tokens=20, temperature=0)
@@ -25,7 +25,7 @@ def test_defaults_of_a_model_apply_to_parameters_that_the_caller_omits(make_engi
     assert engine.submit(request("Once")).result().text == free  # a Request sets all parameters itself
 
 
-def test_given_grammar_replaces_the_grammar_of_the_defaults() -> None:
+def test_requested_grammar_replaces_the_default_grammar() -> None:
     defaults = EngineOptions(sampling={"grammar": 'a ::= "x"', "grammar_root": "a", "top_k": 3}).sampling_defaults
     assert sampling_of({}, defaults) == SamplingParams(grammar='a ::= "x"', grammar_root="a", top_k=3)
     schema = sampling_of({"json_schema": "{}"}, defaults)
@@ -34,7 +34,7 @@ def test_given_grammar_replaces_the_grammar_of_the_defaults() -> None:
     assert sampling_of({"grammar": 'a ::= "y"'}, {"grammar_root": "a"}).grammar_root == "a"
 
 
-def test_defaults_are_unchanged_after_json() -> None:
+def test_defaults_are_unchanged_after_a_json_round_trip() -> None:
     given = {"logit_bias": {17: -math.inf}, "json_schema": {"type": "string"}, "dry_sequence_breakers": ("a", "b")}
     options = EngineOptions(sampling=given)
     again = EngineOptions(**json.loads(json.dumps(asdict(options), allow_nan=False)))
@@ -52,7 +52,7 @@ def test_defaults_are_unchanged_after_json() -> None:
         ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"grammar": 3}, "has the wrong type"),
         ({"logit_bias": [3]}, "has the wrong type"),
-        ({"grammar": "a", "json_schema": "{}"}, "json_schema and grammar are given together"),
+        ({"grammar": "a", "json_schema": "{}"}, "json_schema and grammar can't be combined"),
     ],
 )
 def test_invalid_defaults_are_rejected(sampling: dict[str, Any], message: str) -> None:

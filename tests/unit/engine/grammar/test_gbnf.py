@@ -117,21 +117,21 @@ def test_large_repetitions_are_counted_and_not_expanded() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("root ::= [a-", "it ends within a string or a character class in line 1, at the end"),
+        ("root ::= [a-", "unterminated string or character class in line 1, at the end"),
         ("root ::= missing", "rule 'missing' is not defined"),
         ('other ::= "x"', "rule 'root' is not defined"),
         ('root ::= root "x" | "y"', "rule 'root' starts with itself"),
         ('root ::= a* root | "x"\na ::= "b"?', "rule 'root' starts with itself"),
         ('root ::= a\na ::= b | "x"\nb ::= a', "starts with itself"),
         ("this is not a grammar", "expected '::=' in line 1"),
-        ("", "it has no rules"),
+        ("", "no rules found"),
         ("root ::= <[5]>", "token ids are not supported"),
         ('root ::= "a"{3,2}', "n is less than m"),
         ('root ::= "a"{0,9999999}', f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
         ('root ::= "a"{1' + "0" * 5000 + "}", f"more than {limits.MAX_GRAMMAR_REPEATS} repetitions"),
-        ('root ::= "a"?{0,100000}', "it repeats a possibly empty part 100000 times (limit 64)"),
+        ('root ::= "a"?{0,100000}', "a possibly empty part is repeated 100000 times (limit 64)"),
         ('root ::= "a"' + "*" * 10, "one part has more than 3 repetition operators"),
-        ("root ::= " + "(" * 10_000, f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} deep"),
+        ("root ::= " + "(" * 10_000, f"parentheses are nested more than {limits.MAX_GRAMMAR_DEPTH} levels deep"),
         ('root ::= "\\q"', "unknown escape"),
         ("root ::= [z-a]", "is reversed"),
         ("root ::= []", "the character class is empty"),
@@ -168,11 +168,11 @@ def test_ambiguous_grammar_fails_instead_of_hanging(text: str) -> None:
             assert grammar.allows(EVERY)[2]
             grammar.accept(2)
 
-    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ parse (steps|stacks) .* write it so that"):
+    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ parse (steps|stacks) .* rewrite it so that"):
         generate()
 
 
-def test_known_states_cost_no_work() -> None:
+def test_known_states_require_no_work() -> None:
     automaton = automaton_of('root ::= ([a-z] [a-z0-9]* " "?)+')
     first, second = WorkBudget(), WorkBudget()
     for work in (first, second):
@@ -184,7 +184,7 @@ def test_known_states_cost_no_work() -> None:
     assert second.remaining == limits.GRAMMAR_WORK
 
 
-def test_choice_of_thousands_of_texts_takes_little_work() -> None:
+def test_choice_between_thousands_of_texts_takes_little_work() -> None:
     words = [f"{number * 7919 % 10_000:04}" for number in range(5000)]
     automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), WorkBudget()
     for word in words[::50]:

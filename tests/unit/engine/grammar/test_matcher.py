@@ -80,7 +80,7 @@ def test_check_of_a_single_token_agrees_with_the_mask_of_all_tokens(name: str, s
             each.accept(token)
 
 
-def test_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
+def test_end_tokens_are_allowed_only_when_the_text_may_end() -> None:
     constraint = compiled("regex", "tru(e!)?").start()
     assert not allowed(constraint) & {STOP, END}
     after(b"tru", constraint)
@@ -135,7 +135,7 @@ def test_grammar_that_does_not_compile_is_rejected_with_a_one_line_error(kind: s
 
 def test_matcher_keeps_failing_after_a_text_that_violates_the_grammar() -> None:
     constraint = compiled("regex", "ab").start()
-    with pytest.raises(GrammarFailed, match="the grammar or schema can't continue the text"):
+    with pytest.raises(GrammarFailed, match="matching the text with the grammar or schema failed"):
         constraint.accept(ord("x"))
     with pytest.raises(GrammarFailed):
         constraint.allows(ALL)

@@ -128,7 +128,7 @@ def test_sliding_window_is_reused_in_its_slot_and_only_completely_from_ram() -> 
     assert [longest(shared) for shared in (20, 200, 300)] == [0, 0, 300]
 
 
-def test_longer_saved_state_replaces_a_shorter_one_if_it_can_be_truncated_to_it() -> None:
+def test_longer_saved_state_replaces_a_shorter_state_if_it_can_be_truncated_to_its_length() -> None:
     for window, num_states in ((0, 1), (50, 2), (400, 1)):
         cache, _ = new_cache(window=window)
         for length in (200, 300):

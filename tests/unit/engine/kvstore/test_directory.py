@@ -37,7 +37,7 @@ def numbers(folder: StateDirectory) -> list[int]:
     return [int(file.key, 16) for file in folder.states()]
 
 
-def test_least_recently_used_states_of_all_models_are_evicted_first_except_pinned_ones(tmp_path: Path) -> None:
+def test_least_recently_used_unpinned_states_of_all_models_are_evicted_first(tmp_path: Path) -> None:
     folder = StateDirectory(tmp_path / "kv", 400)
     for number, identity in enumerate((b"a", b"b", b"a", b"b"), start=1):
         put(folder, number, identity=identity)

@@ -59,14 +59,14 @@ def in_debt(debt_s: float = 1.0) -> Setup:
     return setup
 
 
-def test_queue_orders_states_by_saving_and_rejects_those_that_save_nothing() -> None:
+def test_queue_orders_states_by_saved_time_and_rejects_states_that_save_nothing() -> None:
     setup = Setup()
     assert [setup.offer(saved) for saved in (2.0, 0.0, 3.0, -1.0, 1.0, float("nan"))] == [True, False] * 3
     assert [setup.take() for _ in range(4)] == [3.0, 2.0, 1.0, None]
     assert setup.queue.is_idle
 
 
-def test_full_queue_drops_the_smallest_saving_and_holds_one_state_of_any_size() -> None:
+def test_full_queue_drops_the_least_useful_state_and_holds_one_state_of_any_size() -> None:
     setup = Setup(max_bytes=100)
     assert setup.offer(2.0, 60)
     assert not setup.offer(1.0, 60)
@@ -152,7 +152,7 @@ def test_flush_returns_at_its_deadline_when_nothing_is_written() -> None:
     assert setup.queue.flush(setup.clock.now) == 0
 
 
-def test_closed_queue_drops_waiting_states_and_rejects_new_ones() -> None:
+def test_closed_queue_drops_waiting_states_and_rejects_new_states() -> None:
     setup = Setup()
     setup.offer(1.0)
     setup.queue.close()

@@ -129,7 +129,7 @@ def test_longer_state_replaces_earlier_turns(start: Start) -> None:
     assert lengths(store) == [300, 301, 302]
 
 
-def test_short_state_is_not_replaced_by_a_much_larger_one(start: Start) -> None:
+def test_short_state_is_not_replaced_by_a_much_larger_state(start: Start) -> None:
     store = start()
     assert save(store, state_of(TOKENS[:100], 1000)) == 1
     assert save(store, state_of(TOKENS, 100_000)) == 1

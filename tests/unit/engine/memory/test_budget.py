@@ -58,7 +58,7 @@ def test_vram_is_the_sum_of_all_gpus_or_none_without_gpus() -> None:
     assert vram_of([cpu]) is None
 
 
-def test_quota_of_saved_states_counts_once_regardless_of_its_use() -> None:
+def test_quota_for_saved_states_counts_once_regardless_of_its_use() -> None:
     machine, used = Machine(90), {"a": 0}
     budget = Budget("auto", machine.devices, used.__getitem__)
     model = with_quota(on_cpu(10), 30)
@@ -73,7 +73,7 @@ def test_quota_of_saved_states_counts_once_regardless_of_its_use() -> None:
     assert budget.available().plus([model]).free["CPU"] == 50 - 5 + 40
 
 
-def test_open_quota_of_saved_states_is_a_share_of_the_available_memory() -> None:
+def test_unset_quota_for_saved_states_is_a_share_of_the_available_memory() -> None:
     assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 100, "CUDA0": 1})) == 20
     assert choose_quota(None, on_cpu(20), AvailableMemory({ALL_DEVICES: 60})) == 10
     assert choose_quota(None, on_cpu(20), AvailableMemory({"CPU": 10})) == 0
@@ -149,7 +149,7 @@ def test_least_recently_used_models_are_unloaded_and_no_more_than_needed() -> No
 
 
 @given(st.integers(0, 50), st.integers(1, 200), st.lists(st.integers(0, 40), max_size=6))
-def test_victims_suffice_and_the_last_one_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
+def test_victims_suffice_and_the_last_victim_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
     room, idle = AvailableMemory({"CPU": free}), [(str(i), on_cpu(size)) for i, size in enumerate(sizes)]
     if room.shortage(on_cpu(wanted)) is None:
         return
@@ -163,7 +163,7 @@ def test_victims_suffice_and_the_last_one_is_needed(free: int, wanted: int, size
 
 @pytest.mark.parametrize("per_token", [1, 7, 1000])
 @pytest.mark.parametrize("bend", [0, 3000], ids=["line", "window"])  # the cells of a sliding window stop growing
-def test_open_context_is_the_largest_that_fits(per_token: int, bend: int) -> None:
+def test_unset_context_size_is_the_largest_that_fits(per_token: int, bend: int) -> None:
     room = AvailableMemory({"CPU": 20_000_000})
 
     def measure(ctx: int) -> Footprint:
@@ -182,7 +182,7 @@ def test_context_is_the_minimum_when_nothing_fits() -> None:
     assert choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 64)[0] == 64
 
 
-def test_limit_of_a_container_is_the_lowest_of_its_groups(tmp_path: Path) -> None:
+def test_container_limit_is_the_lowest_limit_of_its_control_groups(tmp_path: Path) -> None:
     group = tmp_path / "outer" / "inner"
     group.mkdir(parents=True)
     own = tmp_path / "own"
@@ -195,7 +195,7 @@ def test_limit_of_a_container_is_the_lowest_of_its_groups(tmp_path: Path) -> Non
     assert group_limit(tmp_path, own) == (1000, 100)
 
 
-def test_limit_of_control_groups_v1_counts(tmp_path: Path) -> None:
+def test_limit_of_control_groups_v1_applies(tmp_path: Path) -> None:
     folder = tmp_path / "memory"
     folder.mkdir()
     own = tmp_path / "own"

@@ -100,7 +100,7 @@ def test_temperature_depends_on_the_entropy_of_the_candidates() -> None:
     assert np.abs(found - expected).max() < 0.03
 
 
-def test_text_can_end_only_after_its_minimum_of_tokens() -> None:
+def test_text_can_end_only_after_its_minimum_number_of_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1,))
     start = SequenceStart(params, [], 0, n_vocab=len(LOGITS), end_tokens=frozenset({0}))
     whole = TokenSampler(params, 0, make_processors(start))
@@ -191,7 +191,7 @@ class Masked(Only):
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_k": 40}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 0}, {}])
 @pytest.mark.parametrize("num_allowed", [2, 300, 2900])
-def test_constraint_with_a_mask_gives_the_same_tokens(params: dict[str, Any], num_allowed: int) -> None:
+def test_constraint_with_a_mask_selects_the_same_tokens(params: dict[str, Any], num_allowed: int) -> None:
     rng = np.random.default_rng(4)
     allowed = rng.choice(3000, num_allowed, replace=False).tolist()
     one, other = (
@@ -236,7 +236,7 @@ def test_logprobs_come_from_the_unmodified_distribution() -> None:
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=400), st.integers(0, 300))
-def test_top_ids_are_the_first_of_a_stable_sort(values: Sequence[int], count: int) -> None:
+def test_top_ids_are_the_first_ids_of_a_stable_sort(values: Sequence[int], count: int) -> None:
     logits = np.array(values, dtype=np.float32)
     expected = np.argsort(-logits, kind="stable")[:count]
     assert top_ids(logits, count)[: min(count, len(values))].tolist() == expected.tolist()
@@ -269,7 +269,7 @@ def test_noise_is_uniform_and_depends_on_every_argument() -> None:
         ({"xtc_probability": 1.5}, "xtc_probability is 1.5"),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"logit_bias": ((1, float("nan")),)}, "logit_bias of 1 is nan"),
-        ({"grammar": "root ::= x", "json_schema": "{}"}, "given together; choose one"),
+        ({"grammar": "root ::= x", "json_schema": "{}"}, "can't be combined; choose one"),
         ({"top_n_sigma": -2}, "top_n_sigma is -2; it must be from -1 to 1000"),
         ({"dynatemp_range": -0.1}, "dynatemp_range is -0.1"),
         ({"stop_token_ids": (-1,)}, "a token of stop_token_ids is -1"),

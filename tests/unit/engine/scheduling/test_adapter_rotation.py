@@ -66,7 +66,7 @@ def test_turns_are_longer_while_only_bulk_requests_have_slots() -> None:
     assert sum(a != b for a, b in itertools.pairwise(served)) <= 30.0 / BULK_SLICE_S
 
 
-def test_new_group_is_next_and_interactive_groups_get_more_turns_than_bulk_ones() -> None:
+def test_new_group_is_next_and_interactive_groups_get_more_turns_than_bulk_groups() -> None:
     rotation = AdapterRotation()
     rotation.add("bulk", interactive=False, now=0.0)
     rotation.add("chat", interactive=True, now=5.0)
@@ -78,7 +78,7 @@ def test_new_group_is_next_and_interactive_groups_get_more_turns_than_bulk_ones(
     assert longest * 0.01 <= SLICE_S + 0.011  # the longest wait of an interactive request with steps of 10 ms
 
 
-def test_single_group_yields_to_a_new_one_and_turns_change_while_the_clock_is_stopped() -> None:
+def test_single_group_yields_to_a_new_group_and_turns_change_while_the_clock_is_stopped() -> None:
     rotation = AdapterRotation()
     rotation.add("a", interactive=True, now=0.0)
     assert not rotation.is_needed

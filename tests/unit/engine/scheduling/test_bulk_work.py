@@ -37,7 +37,7 @@ def test_bulk_rows_fill_the_time_of_a_fluent_step(row_s: float) -> None:
     assert 0.7 * most <= sum(counts) / len(counts) <= 1.1 * most_far
 
 
-def test_all_bulk_rows_decode_where_they_cost_little() -> None:
+def test_all_bulk_rows_decode_when_they_cost_little() -> None:
     assert settled(0.0001, 0.02)[-1] == 64
 
 
@@ -58,7 +58,7 @@ def test_each_bulk_row_gets_its_turn_and_rows_next_to_streams_most_often() -> No
     assert max(others) - min(others) <= 1
 
 
-def test_bulk_rows_between_streams_come_first() -> None:
+def test_bulk_rows_between_streams_are_decoded_first() -> None:
     assert sorted(BulkRows().take([3, 11, 20, 21, *range(40, 60)], [2, 4, 10, 12]))[:3] == [3, 11, 20]
 
 
@@ -71,14 +71,14 @@ def test_bulk_prefill_takes_its_share_of_the_time() -> None:
     assert 0.9 * PREFILL_SHARE <= prefill_s / all_s <= 1.1 * PREFILL_SHARE
 
 
-def test_bulk_prefill_is_always_due_where_it_is_fast() -> None:
+def test_bulk_prefill_is_always_due_when_it_is_fast() -> None:
     prefill = BulkPrefill()
     for _ in range(100):
         prefill.observe(PREFILL_S, has_bulk=True)
         assert prefill.is_due
 
 
-def test_bulk_prefill_is_due_again_soon_after_one_very_long_step() -> None:
+def test_bulk_prefill_is_due_again_soon_after_a_very_long_step() -> None:
     prefill = BulkPrefill()
     prefill.observe(60.0, has_bulk=True)
     assert not prefill.is_due

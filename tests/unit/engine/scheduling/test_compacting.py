@@ -39,7 +39,7 @@ def test_cover_is_the_cheapest_of_all_and_fills_only_allowed_holes(
 
 
 @given(SLOTS, st.sets(st.integers(0, 15)), st.lists(st.integers(0, 500), min_size=16, max_size=16))
-def test_moves_go_to_idle_slots_and_leave_no_more_runs_than_before(
+def test_moves_use_idle_slots_and_do_not_increase_the_number_of_runs(
     own: list[int], idle: set[int], weight: list[int]
 ) -> None:
     idle -= set(own)
@@ -53,14 +53,14 @@ def test_moves_go_to_idle_slots_and_leave_no_more_runs_than_before(
     assert compacting_moves(after, sorted(({*own} | idle) - {*after}), dict.fromkeys(range(16), 1)) == []
 
 
-def test_moves_leave_heavy_slots_where_they_are() -> None:
+def test_moves_do_not_affect_heavy_slots() -> None:
     weight = {0: 10, 1: 0, 2: 0, 3: 900, 4: 0}
     assert compacting_moves([0, 3], [1, 2, 4], weight) == [(0, 2)]
     assert compacting_moves([0, 3], [1, 2, 4], weight | {2: 50}) == [(0, 4)]
     assert compacting_moves([0, 3], [1, 2, 4], weight | {0: 2000}) == [(3, 1)]
 
 
-def test_new_sequence_gets_a_hole_or_a_slot_next_to_running_ones() -> None:
+def test_new_sequence_gets_a_hole_or_a_slot_next_to_running_sequences() -> None:
     assert adjacent_slot([0, 1, 3, 4], [2, 5]) == 2
     assert adjacent_slot([4, 5], [0, 1, 6, 7]) == 6
     assert adjacent_slot([4, 5], [0, 3]) == 3

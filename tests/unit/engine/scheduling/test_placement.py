@@ -67,7 +67,7 @@ def test_interactive_requests_take_neighbouring_slots_from_bulk_requests() -> No
 
 
 @pytest.mark.parametrize("memory", [{"ram_bytes": 0}, {"unified": True, "n_cells": 4000}])
-def test_youngest_bulk_request_yields_where_its_work_would_be_lost_or_slots_are_equal(memory: dict[str, Any]) -> None:
+def test_youngest_bulk_request_yields_when_its_work_would_be_lost_or_slots_are_equal(memory: dict[str, Any]) -> None:
     scheduler = full_of_bulk(**memory)
     victims = scheduler.finder.victims(new(scheduler, READER, 1), 1)
     assert [victim.order for victim in victims] == list(range(MEMORY["n_slots"]))[::-1]
@@ -90,7 +90,7 @@ def test_interactive_request_gets_a_slot_next_to_requests_with_its_adapters() ->
         assert scheduler.finder.victims(next_reader, 3)[0].slot in slots
 
 
-def test_interactive_request_starts_at_its_prefix_and_moves_to_the_others() -> None:
+def test_interactive_request_starts_at_its_prefix_and_moves_to_the_other_requests() -> None:
     scheduler = full_of_bulk()
     ended = scheduler.slots[7]
     assert ended is not None

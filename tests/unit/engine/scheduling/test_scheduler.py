@@ -185,7 +185,7 @@ def test_scheduler_rejects_more_than_max_queue_requests() -> None:
         scheduler.enqueue(sequence(), 0)
 
 
-def test_scheduler_admits_urgent_sequences_first_but_ages_the_others() -> None:
+def test_scheduler_admits_urgent_sequences_first_but_ages_the_other_sequences() -> None:
     scheduler = new_scheduler(n_slots=1)
     old_bulk, bulk, urgent = sequence(priority=9), sequence(priority=9), sequence(priority=0)
     for waiting, at in ((bulk, 280), (urgent, 300), (old_bulk, 0)):
@@ -239,7 +239,7 @@ def test_finished_sequences_are_forgotten_before_their_deadlines() -> None:
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_siblings_are_admitted_together_where_they_can_reuse_nothing(partial_reuse: bool) -> None:
+def test_siblings_are_admitted_together_when_they_can_reuse_nothing(partial_reuse: bool) -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=partial_reuse)
     siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
     for request in siblings:
@@ -265,7 +265,7 @@ def test_sequence_records_its_waits_for_a_prefix_and_for_a_slot() -> None:
     assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
 
 
-def test_prompt_that_continues_another_one_waits_for_it_with_every_kind_of_memory() -> None:
+def test_prompt_that_continues_another_prompt_waits_for_it_with_every_kind_of_memory() -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, n_batch=200, limits=Limits(200, 200))
     for length in (100, 150):
         scheduler.enqueue(sequence(length), 0)
@@ -277,7 +277,7 @@ def test_prompt_that_continues_another_one_waits_for_it_with_every_kind_of_memor
     assert (second.num_prompt, second.num_cached) == (150, 100)
 
 
-def test_sequence_is_not_preempted_when_the_new_one_would_still_not_fit() -> None:
+def test_sequence_is_not_preempted_when_the_new_sequence_would_still_not_fit() -> None:
     scheduler = new_scheduler(
         n_slots=4, ctx_per_slot=200, unified=True, n_cells=220, n_batch=200, limits=Limits(200, 200)
     )
@@ -299,7 +299,7 @@ def test_sequence_is_not_preempted_when_the_new_one_would_still_not_fit() -> Non
 
 
 @pytest.mark.parametrize(("later_s", "first"), [(1.0, 3), (BULK_PATIENCE_S + 1, 9)])
-def test_interactive_prompt_is_prefilled_first_unless_bulk_ones_are_much_older(later_s: float, first: int) -> None:
+def test_interactive_prompt_is_prefilled_first_unless_bulk_prompts_are_much_older(later_s: float, first: int) -> None:
     scheduler = new_scheduler(limits=Limits(budget=MIN_CHUNK, chunk_size=MIN_CHUNK), n_slots=3, ctx_per_slot=500)
     for now, priority in ((0.0, 9), (0.1, 9), (later_s, 3)):
         scheduler.enqueue(sequence(400, priority=priority, cache_prompt=False), now)

@@ -57,13 +57,13 @@ def served(scheduler: Scheduler, *waiting: Sequence) -> Served:
     return Served(scheduler)
 
 
-def test_keys_take_turns_although_one_has_many_older_sequences() -> None:
+def test_keys_take_turns_although_one_key_has_many_older_sequences() -> None:
     waiting = served(new_scheduler(n_slots=1), *(of_key("a") for _ in range(20)), *(of_key("b") for _ in range(3)))
     assert waiting.take(6) == {"a": 3, "b": 3}
     assert waiting.take(6) == {"a": 6}
 
 
-def test_free_slots_are_divided_between_keys_at_once() -> None:
+def test_free_slots_are_divided_between_keys_immediately() -> None:
     scheduler = new_scheduler(n_slots=4)
     served(scheduler, *(of_key("a") for _ in range(20)), *(of_key("b") for _ in range(20)))
     assert Counter(s.request.share.key for s in scheduler.admit(0)) == {"a": 2, "b": 2}
@@ -79,7 +79,7 @@ def test_sequences_of_one_key_keep_their_order() -> None:
         scheduler.release(each)
 
 
-def test_long_sequences_count_more_than_short_ones() -> None:
+def test_long_sequences_count_more_than_short_sequences() -> None:
     long = [of_key("long", max_tokens=20, prefill_cost=0) for _ in range(30)]
     short = [of_key("short", max_tokens=5, prefill_cost=0) for _ in range(90)]
     waiting = served(new_scheduler(n_slots=2), *long, *short)
@@ -94,13 +94,13 @@ def test_weights_divide_the_slots() -> None:
     assert waiting.take(40)["a"] in (29, 30, 31)
 
 
-def test_many_keys_below_one_parent_gain_nothing() -> None:
+def test_many_keys_below_one_parent_gain_no_advantage() -> None:
     crowd = [of_key(f"crowd/{number}") for number in range(50)]
     keys = served(new_scheduler(n_slots=1), *crowd, *(of_key("alone") for _ in range(50))).take(40)
     assert keys["alone"] == 20
 
 
-def test_returning_key_does_not_catch_up() -> None:
+def test_returning_key_is_not_compensated_for_its_absence() -> None:
     scheduler = new_scheduler(n_slots=1)
     waiting = served(scheduler, of_key("away"), *(of_key("busy") for _ in range(60)))
     waiting.take(30)
@@ -177,7 +177,7 @@ def test_service_of_running_sequences_counts_when_another_key_arrives() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_difference_of_backlogged_keys_stays_bounded(seed: int) -> None:
+def test_service_difference_between_backlogged_keys_stays_bounded(seed: int) -> None:
     """VTC's bound: what the sequences that run at the same time can cost, and one more."""
     source = random.Random(seed)
     num_slots, names = source.choice((1, 3)), [f"k{number}" for number in range(source.choice((2, 4)))]

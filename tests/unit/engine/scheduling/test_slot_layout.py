@@ -56,7 +56,7 @@ def contents(scheduler: Scheduler) -> list[list[object]]:
     return [[cell.token for cell in cells] for cells in backend_of(scheduler).cells]
 
 
-def test_holes_are_padded_where_a_pass_costs_more_than_rows_and_no_padding_remains() -> None:
+def test_holes_are_padded_when_a_pass_costs_more_than_rows_and_no_padding_remains() -> None:
     scheduler = running([0, 2, 5], max_tokens=2)
     idle = {slot: cells for slot, cells in enumerate(contents(scheduler)) if slot not in (0, 2, 5)}
     padded = 0
@@ -72,7 +72,7 @@ def test_holes_are_padded_where_a_pass_costs_more_than_rows_and_no_padding_remai
     assert (admitted.slot, admitted.num_cached) == (1, 70)
 
 
-def test_holes_are_not_filled_where_rows_cost_more_than_passes() -> None:
+def test_holes_are_not_filled_when_rows_cost_more_than_passes() -> None:
     scheduler = running([0, 2, 5], max_tokens=2)
     plain = 0
     for _ in range(100):
@@ -130,7 +130,7 @@ def test_sequences_move_together_and_cached_cells_move_the_other_way(busy: list[
     assert admitted.num_cached == len(tokens) - 1
 
 
-def test_sequences_about_to_finish_stay_where_they_are_while_a_move_costs_more() -> None:
+def test_sequences_about_to_finish_are_not_moved_while_a_move_costs_more() -> None:
     for max_tokens, moved in ((4, False), (1000, True)):
         scheduler = running([0, 2, 4, 6], max_tokens=max_tokens, partial_reuse=False)
         run_step(scheduler, pass_s=1e-3, row_s=1e-6)
@@ -139,7 +139,7 @@ def test_sequences_about_to_finish_stay_where_they_are_while_a_move_costs_more()
         assert (scheduler.layout.num_moves > 0) == moved
 
 
-def test_moves_of_one_step_take_no_longer_than_its_decode_call() -> None:
+def test_moves_within_a_step_take_no_longer_than_its_decode_call() -> None:
     scheduler = running([0, 2, 4, 6])
     times = iter(range(1000))  # each read of the clock is a second later
     for _ in range(8):

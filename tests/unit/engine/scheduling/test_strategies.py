@@ -91,7 +91,7 @@ def test_gaps_of_decoding_slots_are_as_long_as_documented() -> None:
         assert tokens(name, views[8:]) == 512  # there is no gap
 
 
-def test_adaptive_prefills_bulk_prompts_in_short_steps_and_never_with_an_interactive_one() -> None:
+def test_adaptive_prefills_bulk_prompts_in_short_steps_and_never_with_an_interactive_prompt() -> None:
     adaptive = Adaptive()
     views = [SlotView(i, 500, False, 9) for i in range(4)]
 
@@ -217,7 +217,7 @@ def test_equal_chunks_are_equal_when_the_budget_suffices() -> None:
     assert equal_chunks(views, 512, 512) == [(0, 128), (1, 128), (2, 128), (3, 128)]
 
 
-def test_equal_chunks_serve_the_first_when_the_budget_is_too_small_for_all() -> None:
+def test_equal_chunks_serve_the_first_slots_when_the_budget_is_too_small_for_all() -> None:
     views = [SlotView(i, 1000, False) for i in range(8)]
     assert equal_chunks(views, 2 * MIN_CHUNK, 512) == [(0, MIN_CHUNK), (1, MIN_CHUNK)]
 

@@ -78,7 +78,7 @@ def test_draft_model_does_not_change_texts(memory: int, least: float, greedy: bo
     assert rejected > 0 or memory == 0
 
 
-def test_a_draft_model_that_fails_changes_no_text_and_is_disabled_eventually() -> None:
+def test_failing_draft_model_changes_no_text_and_is_disabled_eventually() -> None:
     plain = run(asked(), None)
     drafted = run(asked(), small(), failures=[0, 1, 0, 0, -1, -3, 0, 2] * 3)
     assert [done.text for done in drafted] == [done.text for done in plain]
@@ -87,7 +87,7 @@ def test_a_draft_model_that_fails_changes_no_text_and_is_disabled_eventually() -
     assert len(broken.batches) == MAX_FAILURES
 
 
-def test_a_draft_model_that_cannot_decode_is_rejected() -> None:
+def test_draft_model_that_cannot_decode_is_rejected() -> None:
     draft = small()
     draft.failures.append(-1)
     with pytest.raises(ModelLoadFailed, match="remove the draft option"):
@@ -95,7 +95,7 @@ def test_a_draft_model_that_cannot_decode_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("short", [{"ctx_per_slot": 40}, {"n_cells": 90}])
-def test_a_draft_model_with_few_cells_drafts_as_many_tokens_as_fit(short: dict[str, int]) -> None:
+def test_draft_model_with_few_cells_drafts_as_many_tokens_as_fit(short: dict[str, int]) -> None:
     plain = run(asked(), None)
     draft = FakeBackend(**{"n_slots": SLOTS, "ctx_per_slot": 128, "n_batch": 128, "unified": True, **short})
     drafted = run(asked(), draft)
@@ -103,7 +103,7 @@ def test_a_draft_model_with_few_cells_drafts_as_many_tokens_as_fit(short: dict[s
     assert sum(done.usage.accepted_prediction_tokens for done in drafted) > 0
 
 
-def test_a_draft_model_is_closed_with_its_engine_and_needs_speculation() -> None:
+def test_draft_model_is_closed_with_its_engine_and_requires_speculation() -> None:
     draft = small()
     core = EngineCore(FakeBackend(n_slots=SLOTS), EngineOptions(speculation="auto"), Pulse("test"), draft=draft)
     core.close(InvalidRequest("closed"))
@@ -168,7 +168,7 @@ def test_several_slots_are_drafted_in_one_pass_per_token() -> None:
     assert [len(batch) for batch in followed.backend.batches] == [SLOTS] * 4
 
 
-def test_a_waiting_sequence_keeps_its_slot_unless_none_is_free() -> None:
+def test_waiting_sequence_keeps_its_slot_while_another_slot_is_free() -> None:
     followed = Followed()
     sequences = [followed.sequence([number, 2, 3], slot=number) for number in range(SLOTS)]
     followed.draft(*sequences)
@@ -186,7 +186,7 @@ def test_a_waiting_sequence_keeps_its_slot_unless_none_is_free() -> None:
     assert followed.draft(sequences[2])[sequences[2]]
 
 
-def test_cells_of_one_scope_are_not_reused_by_another() -> None:
+def test_cells_of_one_scope_are_not_reused_by_another_scope() -> None:
     followed = Followed()
     for scope, cached, expected in [("a", True, 40), ("a", True, 1), ("b", True, 40), ("b", False, 40), ("b", True, 1)]:
         sequence = followed.sequence(range(40), scope=scope, cache_prompt=cached)

@@ -78,7 +78,7 @@ def twentieth(rows: int) -> float:
 
 
 @pytest.mark.parametrize(("streams", "least"), [(1, 2.0), (4, 1.5)])
-def test_a_cheap_accurate_draft_model_makes_streams_faster(
+def test_cheap_accurate_draft_model_makes_streams_faster(
     monkeypatch: pytest.MonkeyPatch, streams: int, least: float
 ) -> None:
     assert seconds(monkeypatch, streams, None) >= least * seconds(monkeypatch, streams, twentieth)
@@ -86,13 +86,13 @@ def test_a_cheap_accurate_draft_model_makes_streams_faster(
 
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize(("costs", "memory"), [(twentieth, 12), (cpu, 12), (cpu, 0)])
-def test_a_draft_model_that_does_not_pay_off_costs_nothing(
+def test_draft_model_that_does_not_pay_off_costs_nothing(
     monkeypatch: pytest.MonkeyPatch, streams: int, costs: Costs, memory: int
 ) -> None:
     assert seconds(monkeypatch, streams, costs, memory=memory) <= 1.02 * seconds(monkeypatch, streams, None)
 
 
-def test_a_prompt_is_prefilled_by_the_draft_model_only_if_its_answer_is_long_enough(
+def test_draft_model_prefills_a_prompt_only_if_its_answer_is_long_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short, long = {"prompt": 500, "new": 8, "requests": 40}, {"prompt": 500, "new": 400}

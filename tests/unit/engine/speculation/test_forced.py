@@ -44,7 +44,7 @@ class Bound:
             self._grammar.accept(byte)
 
 
-def test_a_forced_text_is_a_draft_once_the_schema_applies() -> None:
+def test_forced_text_becomes_a_draft_once_the_schema_applies() -> None:
     sequence = Sequence(Request("it", (1,), SamplingParams(json_schema=SCHEMA, temperature=0)), 1, 0.0, [1])
     source = ForcedText(sequence)
     assert source.draft(40) is None  # it has no sampler yet
@@ -59,7 +59,7 @@ def test_a_forced_text_is_a_draft_once_the_schema_applies() -> None:
     assert bytes(source.draft(4).tokens) == b'{"cu'  # type: ignore[union-attr]
 
 
-def test_forced_text_ends_where_there_is_a_choice() -> None:
+def test_forced_text_ends_when_the_grammar_allows_a_choice() -> None:
     sampler = Bound()
     sampler.bind()
     sampler.accept(b'{"customer_name": "Mia')

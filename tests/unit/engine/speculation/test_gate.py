@@ -97,7 +97,7 @@ def test_correct_drafts_speed_up_a_small_number_of_streams(curve: Seconds, strea
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
-def test_few_rows_are_drafts_on_a_saturated_machine() -> None:
+def test_saturated_machine_decodes_few_drafts() -> None:
     machine = Machine(lambda rows: 0.0016 * rows, 64, 0.9)
     for _ in range(100):
         machine.step()
@@ -127,7 +127,7 @@ def test_gate_detects_when_the_machine_has_changed() -> None:
     assert machine.gain(4000) > 2.0
 
 
-def test_drafts_lengthen_no_call_beyond_the_limit() -> None:
+def test_drafts_do_not_lengthen_calls_beyond_the_limit() -> None:
     machine = Machine(lambda rows: 0.1 + 0.02 * rows, 1, 0.99)
     machine.gain(50)
     machine.longest_s = 0.0
@@ -156,7 +156,7 @@ def test_slots_without_a_draft_are_decoded_separately_and_their_cost_is_consider
 
 
 @pytest.mark.parametrize("can_pad", [True, False])
-def test_a_slot_without_a_draft_is_padded_where_it_would_separate_the_others(can_pad: bool) -> None:
+def test_slot_without_a_draft_is_padded_when_it_would_separate_other_slots(can_pad: bool) -> None:
     gate = knowing_gate(cpu)
     gate.begin_step(4)
     candidates = [Candidate(slot, [0.95] * 15 if slot != 1 else [], can_pad=can_pad) for slot in range(4)]
@@ -167,7 +167,7 @@ def test_a_slot_without_a_draft_is_padded_where_it_would_separate_the_others(can
     assert {1, 2} <= lengths.keys() if can_pad else not {1, 2} & lengths.keys()
 
 
-def test_a_choice_is_kept_only_while_it_needs_the_same_number_of_passes() -> None:
+def test_choice_is_kept_only_while_it_needs_the_same_number_of_passes() -> None:
     gate = knowing_gate(lambda rows: 0.01 + 0.0001 * rows)  # the pass is most of the cost
     gate.begin_step(4)
     candidates = [Candidate(slot, [0.95]) for slot in range(4)]
@@ -182,7 +182,7 @@ def test_gate_crosses_a_cost_step_at_which_few_drafts_do_not_pay_off() -> None:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_no_call_has_more_rows_than_logits(unified: bool) -> None:
+def test_calls_never_have_more_rows_than_logits(unified: bool) -> None:
     random, costs = Random(2), DecodeCosts()
     gate = Gate(costs, 20, unified=unified)
     for _ in range(2000):

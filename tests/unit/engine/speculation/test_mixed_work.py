@@ -50,7 +50,7 @@ def test_mixed_bulk_and_interactive_requests_get_no_drafts(priorities: tuple[int
     assert has_drafts == (priorities[0] == priorities[1])
 
 
-def test_a_padded_slot_has_the_same_text_as_without_padding() -> None:
+def test_padded_slot_has_the_same_text_as_without_padding() -> None:
     core, fake = drafting_core()
     requests = [
         predicted("one", 9),
@@ -75,7 +75,7 @@ def test_drafts_resume_when_the_stream_has_finished() -> None:
     assert set(counts) == {1}
 
 
-def test_a_waiting_prompt_is_admitted_before_drafts() -> None:
+def test_waiting_prompt_is_admitted_before_drafts() -> None:
     core, fake = drafting_core()
     submit(core, predicted("reader", 3))
     core.step()
@@ -112,7 +112,7 @@ def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest
     assert max(told) == 1.0
 
 
-def test_the_strategy_observes_no_tokens_in_steps_with_drafts() -> None:
+def test_strategy_observes_no_tokens_in_steps_with_drafts() -> None:
     core, fake = drafting_core()
     told: list[int] = []
     core.scheduler.strategy.strategy.observe = lambda tokens, seconds: told.append(tokens)  # type: ignore[method-assign]

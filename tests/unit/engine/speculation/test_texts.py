@@ -102,7 +102,7 @@ def test_correct_predictions_are_accepted_and_counted() -> None:
     assert drafted.usage.rejected_prediction_tokens == 0
 
 
-def test_a_wrong_prediction_costs_no_token() -> None:
+def test_wrong_prediction_costs_no_token() -> None:
     request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=50, ignore_eos=True)
     (plain,) = run([request], eager=None)
     (drafted,) = run([replace(request, prediction=tuple(b"Z" * 50))], eager=1)
@@ -111,7 +111,7 @@ def test_a_wrong_prediction_costs_no_token() -> None:
 
 
 @pytest.mark.parametrize("half", [1, 13])
-def test_a_resumed_request_continues_with_its_prediction(half: int) -> None:
+def test_resumed_request_continues_with_its_prediction(half: int) -> None:
     request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=1, seed=3), max_tokens=40, ignore_eos=True)
     (plain,) = run([request], eager=None)
     resumed = replace(request, prediction=plain.tokens, resume=(Resumed(plain.tokens[:half]),))

@@ -22,13 +22,13 @@ def engine(make_engine: MakeEngine, request: pytest.FixtureRequest) -> Engine:
     return make_engine(FakeBackend(n_slots=2, ctx_per_slot=64, end_every=30), speculation=request.param)[0]
 
 
-def test_a_model_accepts_its_own_drafts(engine: Engine) -> None:
+def test_model_accepts_its_own_drafts(engine: Engine) -> None:
     *drafted, following = engine.draft_tokens(PREFIX, 9)
     assert engine.verify(PREFIX, drafted) == Verdict(len(drafted), following)
 
 
 @pytest.mark.parametrize("wrong", range(6))
-def test_candidates_are_accepted_up_to_the_first_wrong_one(engine: Engine, wrong: int) -> None:
+def test_candidates_are_accepted_up_to_the_first_wrong_candidate(engine: Engine, wrong: int) -> None:
     drafted = list(engine.draft_tokens(PREFIX, 6))
     candidates = [*drafted[:wrong], ord("~"), *drafted[wrong + 1 :]]
     assert engine.verify(PREFIX, candidates) == Verdict(wrong, drafted[wrong])
@@ -39,7 +39,7 @@ def test_verify_without_candidates_returns_the_next_token(engine: Engine) -> Non
     assert engine.verify(PREFIX, []) == Verdict(0, engine.draft_tokens(PREFIX, 1)[0])
 
 
-def test_the_end_of_a_text_is_not_a_token(engine: Engine) -> None:
+def test_end_of_a_text_is_not_returned_as_a_token(engine: Engine) -> None:
     ending = next(p for p in ([*PREFIX, i] for i in range(97, 123)) if len(engine.draft_tokens(p, 40)) < 40)
     drafted = list(engine.draft_tokens(ending, 40))
     assert engine.verify(ending, drafted) == Verdict(len(drafted), None)

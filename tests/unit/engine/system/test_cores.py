@@ -38,7 +38,7 @@ def test_fair_shares_are_at_least_one_and_never_more_than_wanted_or_available(to
     assert all(share == want or share >= full - 1 for share, want in zip(shares, wants, strict=True))
 
 
-def test_fair_shares_divide_unused_cores_and_give_the_odd_one_to_the_first() -> None:
+def test_fair_shares_divide_unused_cores_and_assign_the_odd_core_to_the_first_peer() -> None:
     assert fair_shares(16, [16, 1, 16]) == [8, 1, 7]
     assert fair_shares(2, [2, 2, 2]) == [1, 1, 1]
 
@@ -58,7 +58,7 @@ def test_peers_compute_the_same_division() -> None:
     assert num_threads(place, peers, 0.0) == 1
 
 
-def test_share_of_an_idle_peer_is_available_to_others() -> None:
+def test_share_of_an_idle_peer_is_available_to_other_peers() -> None:
     assert num_threads(Processors(8), [Peer(8, 0.05)], 0.0) == 8
 
 
@@ -133,7 +133,7 @@ def test_engine_yields_a_core_to_another_program_and_takes_it_back() -> None:
     assert engine.threads == 2
 
 
-def test_two_workers_get_equal_shares_and_the_remaining_one_gets_all() -> None:
+def test_two_workers_get_equal_shares_and_the_remaining_worker_gets_all_cores() -> None:
     engine = StubPart()
     machine = Machine(16, Claim(engine, 16))
     machine.sharing.meet([Peer(16, 0.0)])  # it has just started, and its entry reports no use yet
@@ -147,7 +147,7 @@ def test_two_workers_get_equal_shares_and_the_remaining_one_gets_all() -> None:
     assert engine.threads == 16
 
 
-def test_models_of_one_worker_share_cores_while_both_are_in_use() -> None:
+def test_models_of_one_worker_share_cores_while_both_models_are_in_use() -> None:
     first, second, idle = StubPart(), StubPart(), StubPart(is_busy=False)
     machine = Machine(4, Claim(first, 4), Claim(second, 4), Claim(idle, 4))
     machine.run(1, own=4.0, others=0.0)
@@ -184,7 +184,7 @@ def test_lasting_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureF
             machine.run(WARN_S, own=1.0, others=1.0)
             machine.run(WARN_S, own=1.0, others=0.0)
     (told,) = caplog.messages
-    assert "other programs are using cores (used=1.0, cores=2, threads=1, wanted=2)" in told
+    assert "other programs detected (used=1.0, cores=2, threads=1, wanted=2)" in told
 
 
 def test_only_peers_count_when_the_system_reports_no_times() -> None:
@@ -196,7 +196,7 @@ def test_only_peers_count_when_the_system_reports_no_times() -> None:
     assert engine.threads == 2
 
 
-def test_report_has_wanted_threads_and_used_cores() -> None:
+def test_report_contains_wanted_threads_and_used_cores() -> None:
     machine = Machine(4, Claim(StubPart(), 4), Claim(StubPart(is_busy=False), 1, fixed=True))
     machine.run(10, own=4.0, others=0.0)
     report = machine.sharing.report()
@@ -205,7 +205,7 @@ def test_report_has_wanted_threads_and_used_cores() -> None:
     assert report["uses"] == pytest.approx(4.0, abs=0.1)
 
 
-def test_thread_of_core_sharing_ends_with_it() -> None:
+def test_core_sharing_thread_ends_with_its_owner() -> None:
     sharing = CoreSharing(list, Processors(2))
     sharing.start()
     sharing.close()

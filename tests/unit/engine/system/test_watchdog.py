@@ -69,7 +69,7 @@ def test_suspect_is_the_request_that_the_step_was_working_for(world: World) -> N
     assert other.ended[0].endswith("working for: a, b")
 
 
-def test_thread_that_rests_or_makes_steps_is_not_reported(world: World) -> None:
+def test_resting_or_progressing_thread_is_not_reported(world: World) -> None:
     for _ in range(5):
         world.pulse.rest()
         world.passes(1000)
@@ -89,7 +89,7 @@ def test_thread_that_rests_or_makes_steps_is_not_reported(world: World) -> None:
         ({1: 0.5}, 10, 0.5 * 16),  # none is larger
     ],
 )
-def test_step_may_take_many_times_as_long_as_earlier_ones_of_its_size(
+def test_step_may_take_many_times_as_long_as_earlier_steps_of_its_size(
     world: World, seen: dict[int, float], size: int, expected_s: float
 ) -> None:
     for each, seconds in seen.items():
@@ -136,7 +136,7 @@ def test_thread_that_waits_for_pages_from_disk_is_not_reported(world: World) -> 
     assert world.ended
 
 
-def test_failed_thread_is_reported_at_once_while_it_is_watched(world: World) -> None:
+def test_failed_thread_is_reported_immediately_while_it_is_watched(world: World) -> None:
     world.pulse.die("KeyError('x')")
     assert world.ended == ["thread 'engine' failed: KeyError('x')"]
     other = World()
@@ -239,7 +239,7 @@ def test_process_exits_only_when_suspended_for_longer_than_the_last_resort() -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pthread_getattr_np is the GNU C library's")
-def test_threads_with_recursive_code_have_deep_stacks_and_others_do_not() -> None:
+def test_only_threads_with_recursive_code_have_deep_stacks() -> None:
     sizes: list[int] = []
 
     def note() -> None:

@@ -184,7 +184,7 @@ def test_calls_in_free_replies_use_offered_tools(style: str, strict: bool, contr
 
 
 @pytest.mark.parametrize("style", ALL_STYLES)
-def test_free_replies_may_be_any_text(style: str) -> None:
+def test_free_replies_may_contain_any_text(style: str) -> None:
     lark = grammar_of(style, several=True, reasoning=ReasoningTags("<think>", "</think>")).write()
     texts = ["", "Hi, <b>you</b> {3}!\n\n", "[1, 2]", '{"city": "Paris"}', '{"name": "Bob", "age": 3}', "a <"]
     assert all(accepts(lark, text) for text in texts)
@@ -231,7 +231,7 @@ def test_reasoning_before_a_forced_call_ends_at_its_first_end_mark() -> None:
     assert not accepts(lark, f"{before}{end}more{end}{call}")
 
 
-def test_reply_is_calls_or_a_text_that_meets_the_constraint() -> None:
+def test_reply_consists_of_calls_or_of_text_that_meets_the_constraint() -> None:
     call = '<tool_call>\n{"name": "list-all", "arguments": {}}\n</tool_call>'
     schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
     for constraint, text in (
@@ -280,7 +280,7 @@ def test_tool_choice_limits_the_calls_that_the_grammar_allows() -> None:
     assert grammar_of_calls("m", ReplyFormat(), ChatOptions(tools), prepare_schema) is None
 
 
-def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
+def test_only_allowed_tools_can_be_called() -> None:
     tools = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items()]
     for choice in ("auto", "required"):
         options = ChatOptions(tools, tool_choice=choice, allowed_tools=["list-all"])
@@ -299,7 +299,7 @@ def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
             assert ChatOptions(tools, tool_choice=choice, allowed_tools=allowed).callable
 
 
-def test_reader_returns_one_call_when_only_one_is_allowed() -> None:
+def test_reader_returns_one_call_when_only_one_call_is_allowed() -> None:
     one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     reader = ToolReader(calls_of("hermes"), only_one=True)
     assert [call.name for call in reader.parse(one + one)[0]] == ["f"]
@@ -325,7 +325,7 @@ def test_pattern_of_bare_text_is_enforced(pattern: str, fitting: list[str], othe
 
 
 @pytest.mark.parametrize("shape", [{"pattern": "(?=a)"}, {"pattern": "^a|b$"}, {"format": "date"}])
-def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_or_gives_a_warning(shape: dict[str, str]) -> None:
+def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_or_causes_a_warning(shape: dict[str, str]) -> None:
     tools = {"f": {"type": "object", "properties": {"when": {"type": "string", **shape}}}}
     place = f"tools.0.function.parameters.properties.when.{next(iter(shape))}"
     with pytest.raises(InvalidRequest, match=rf"tools.0.function.parameters.*properties.when.{next(iter(shape))}"):
@@ -335,7 +335,7 @@ def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_or_gives_a_war
     assert [warning.startswith(place) for warning in grammar.warnings] == [True]
 
 
-def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_or_gives_a_warning() -> None:
+def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_or_causes_a_warning() -> None:
     shape = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "minProperties": 1}
     with pytest.raises(InvalidRequest, match=r"tools\.0\.function\.parameters\.minProperties"):
         grammar_of("glm", forced=True, tools={"f": shape}, strict=True).write()

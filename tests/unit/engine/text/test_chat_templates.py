@@ -191,7 +191,11 @@ def test_reply_shows_only_the_control_tokens_of_its_markup() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("hi", {"thinking_budget": 5}, "thinking_budget is 5, but the chat template of model 'm' has no reasoning"),
+        (
+            "hi",
+            {"thinking_budget": 5},
+            "thinking_budget is 5, but the chat template of model 'm' does not support reasoning",
+        ),
         ("hi", {"tools": [TOOL]}, "model 'm' does not support tools"),
         (
             "{{ tools }}",
@@ -204,7 +208,7 @@ def test_reply_shows_only_the_control_tokens_of_its_markup() -> None:
             {"tools": [TOOL], "tool_choice": "required"},
             "the tool call format of model 'm' is not fully known",
         ),
-        ("hi", {"template_args": {"messages": []}}, "template_args has messages"),
+        ("hi", {"template_args": {"messages": []}}, "template_args contains messages"),
     ],
 )
 def test_option_is_rejected_when_the_template_does_not_support_it(
@@ -231,7 +235,7 @@ def test_tools_are_not_offered_when_calls_are_disabled() -> None:
     assert format_for("{{ tools | length if tools }}", tools=[TOOL], tool_choice="none").tools is None
 
 
-def test_template_args_may_have_any_names() -> None:
+def test_template_args_may_use_any_names() -> None:
     template = ChatTemplate("{{ messages[0].content }} {{ loop }} {{ __class__ }}")
     variables = ChatOptions(template_args={"self": 1, "loop": 2, "__class__": 3, "": 4, "args": 5}).variables
     assert template.render([{"role": "user", "content": "Hi"}], **variables).text == "Hi 2 3"

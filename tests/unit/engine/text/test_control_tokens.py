@@ -111,7 +111,7 @@ PIECES = ["<|im_", "end|>", "<|im_end|>", "<", "|>", "</", "think>", "</think>",
 @pytest.mark.parametrize("family", ["qwen", "mistral", "gpt-oss"])
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.lists(st.sampled_from(PIECES), max_size=8))
 @settings(max_examples=20 * EXAMPLES)
-def test_pieces_of_control_tokens_never_form_whole_ones(family: str, one: list[str], other: list[str]) -> None:
+def test_pieces_of_control_tokens_never_form_whole_tokens(family: str, one: list[str], other: list[str]) -> None:
     specials = {special.id for special in specials_of(family) if special.is_control}
 
     def control_ids(first: str, second: str) -> list[int]:

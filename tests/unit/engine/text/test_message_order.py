@@ -63,7 +63,7 @@ def test_prompt_contains_each_message_once(template: ChatTemplate, roles: tuple[
     assert all(text.count(message["content"]) == 1 for message in messages)
 
 
-def test_system_messages_are_joined_at_the_start_when_only_one_is_supported() -> None:
+def test_system_messages_are_joined_at_the_start_when_only_one_system_message_is_supported() -> None:
     arranged = arrange(conversation(SYSTEM_IN_THE_MIDDLE), ONE_SYSTEM)
     assert [(message["role"], message["content"]) for message in arranged] == [
         ("system", "<0>\n\n<3>"),
@@ -73,7 +73,7 @@ def test_system_messages_are_joined_at_the_start_when_only_one_is_supported() ->
     ]
 
 
-def test_system_message_becomes_part_of_the_users_when_none_is_supported() -> None:
+def test_system_message_becomes_part_of_the_user_message_when_not_supported() -> None:
     assert arrange(conversation(("system", "user")), NO_SYSTEM) == [{"role": "user", "content": "<0>\n\n<1>"}]
     assert arrange(conversation(("system",)), NO_SYSTEM) == [{"role": "user", "content": "<0>"}]
 

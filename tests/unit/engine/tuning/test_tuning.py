@@ -165,7 +165,7 @@ def test_stored_result_is_used_only_for_its_model_and_machine(kept_in: Path) -> 
     assert tuned.find_result("another", CONDITIONS) is None
 
 
-def test_stored_result_replaces_an_earlier_one(kept_in: Path) -> None:
+def test_stored_result_replaces_an_earlier_result(kept_in: Path) -> None:
     keep(SETUP)
     path = keep(replace(SETUP, n_parallel=4))
     assert tuned.find_result("abc", CONDITIONS) == replace(SETUP, n_parallel=4)
@@ -224,7 +224,7 @@ def test_unset_options_get_tuned_values(kept_in: Path) -> None:
         (EngineOptions(n_parallel=8, threads=1, n_ubatch=512), set()),
     ],
 )
-def test_given_options_override_tuned_values(kept_in: Path, given: EngineOptions, taken: set[str]) -> None:
+def test_explicit_options_override_tuned_values(kept_in: Path, given: EngineOptions, taken: set[str]) -> None:
     keep_for_tiny(EngineOptions())
     options, names = tuned.apply(given, TINY_PATH)
     assert set(names) == taken

@@ -10,7 +10,7 @@ from cellama.engine.tuning.measure import MIN_REQUESTS, NUM_HEADS, RequestLength
 LENGTHS = RequestLengths(64, 32)
 
 
-def test_half_of_the_requests_have_equal_lengths_and_the_others_similar_mean_lengths() -> None:
+def test_half_of_the_requests_have_equal_lengths_and_the_other_half_has_a_similar_mean_length() -> None:
     asked = requests(LENGTHS, 400, 30_000)
     uniform, mixed = asked[::2], asked[1::2]
     assert {(len(prompt), new) for prompt, new in uniform} == {(64, 32)}
@@ -38,7 +38,7 @@ def test_every_slot_is_filled_a_second_time() -> None:
     assert [num_requests(slots) for slots in (1, 16, 64)] == [MIN_REQUESTS, 32, 128]
 
 
-def test_smallest_workload_has_at_least_one_token_and_needs_only_a_small_vocabulary() -> None:
+def test_smallest_workload_has_at_least_one_token_and_requires_only_a_small_vocabulary() -> None:
     asked = requests(RequestLengths(1, 1), 60, 8)
     assert min(min(len(prompt), new) for prompt, new in asked) == 1
     assert all(4 <= token < 8 for prompt, _ in asked for token in prompt)

@@ -101,7 +101,7 @@ class Unstoppable(threading.Event):
             super().set()
 
 
-def test_interruption_before_a_job_is_registered_stops_it_at_once() -> None:
+def test_interruption_before_a_job_is_registered_stops_it_immediately() -> None:
     control = JobControl(1)
     control.terminate()
     stopped: list[Interruption] = []

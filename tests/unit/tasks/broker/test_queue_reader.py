@@ -111,7 +111,7 @@ def reader(channel: Channel, ledger: Any) -> QueueReader:
     return reader
 
 
-def test_bulk_channel_requests_guaranteed_jobs_although_urgent_ones_fill_the_worker(ledger: Any) -> None:
+def test_bulk_channel_requests_guaranteed_jobs_although_urgent_jobs_fill_the_worker(ledger: Any) -> None:
     channels = Channel(), Channel()
     jobs = JobLimits({"a": 2, "b": 2}, 0, lambda: "a", {"a": 1, "b": 0}.__getitem__)
     make_reader = partial(QueueReader, ledger=ledger, lease_s=10.0, job_limits=lambda: jobs)
@@ -171,7 +171,7 @@ def test_reader_sends_another_brpop_when_a_model_gains_capacity(channel: Channel
     assert channel.requested() == [A, queue_key(A, 3)]
 
 
-def test_reader_omits_a_model_whose_jobs_it_leaves_for_the_given_time(
+def test_reader_omits_a_model_while_it_leaves_its_jobs_to_other_workers(
     channel: Channel, ledger: TakingLedger, reader: QueueReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -243,7 +243,7 @@ def test_message_of_plain_celery_is_delivered_without_a_token(
 
 
 @pytest.mark.usefixtures("reader")
-def test_malformed_message_is_dropped_and_others_are_delivered(
+def test_malformed_message_is_dropped_and_other_messages_are_delivered(
     channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     for payload in (b"nan?", b"[]", b'{"headers": 1}', b"\xff"):

@@ -17,7 +17,7 @@ def at(unix_s: float) -> str:
 
 
 @pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
-def test_times_of_a_message_are_converted_to_the_clock_of_the_worker(
+def test_message_times_are_converted_to_the_clock_of_the_worker(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1e9)
@@ -29,7 +29,7 @@ def test_times_of_a_message_are_converted_to_the_clock_of_the_worker(
 
 
 @pytest.mark.parametrize("sent_at", [None, "soon", float("inf"), 1e308])
-def test_times_of_a_message_are_unchanged_when_its_submission_time_is_invalid(sent_at: Any) -> None:
+def test_message_times_are_unchanged_when_the_submission_time_is_invalid(sent_at: Any) -> None:
     headers = {"id": "j", SUBMITTED_AT_HEADER: sent_at, "eta": at(1e9), "expires": None}
     set_by_this_clock(headers, waited_s=5)
     assert headers["eta"] == at(1e9)

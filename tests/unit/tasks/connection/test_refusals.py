@@ -96,7 +96,7 @@ def test_outage_is_logged_once_at_its_start_and_end(caplog: pytest.LogCaptureFix
     waits.ended("the publisher")
     waits.ended("a thread that did not wait")
     assert [record.message for record in caplog.records] == [
-        "Redis refuses commands (waiter='the publisher'): BUSY running a script; all work that needs Redis waits"
+        "Redis refuses commands (waiter='the publisher'): BUSY running a script; all work that needs Redis is paused"
     ]
     waits.ended("the consumer")
     assert caplog.records[-1].message.startswith("Redis accepts commands again (outage_s=0.")

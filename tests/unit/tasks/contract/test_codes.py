@@ -28,12 +28,12 @@ ENGINE_ERRORS = [
 
 
 @pytest.mark.parametrize("kind", [*ENGINE_ERRORS, *JOB_ERRORS], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_code_of_every_error_is_in_the_table(kind: type[EngineError | JobError]) -> None:
+def test_every_error_code_is_in_the_table(kind: type[EngineError | JobError]) -> None:
     assert kind.code in CODES
 
 
 @pytest.mark.parametrize("row", CODES.values(), ids=lambda row: row.code)
-def test_error_of_a_job_has_the_properties_of_its_code(row: Code) -> None:
+def test_job_error_has_the_properties_of_its_code(row: Code) -> None:
     error = JobFailed(row.code, "")
     assert (error.retryable, error.http_status, error.exit_code) == (row.retryable, row.http_status, row.exit_code)
     assert events.error(row.code, "")["retryable"] == row.retryable

@@ -78,12 +78,12 @@ def test_invalid_prediction_is_rejected(given: Any) -> None:
         parse_job(ChatJob, ("model", "messages"), ("m", [{"role": "user", "content": "Hi"}]), {"prediction": given})
 
 
-def test_payload_is_equal_for_arguments_by_position_and_by_name() -> None:
+def test_payload_is_equal_for_positional_and_keyword_arguments() -> None:
     by_position = parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"stop": "x"})
     by_name = parse_job(GenerateJob, ("model", "prompt"), (), {"model": "m", "prompt": "p", "stop": ["x"]})
     assert by_position == by_name
     assert by_position.stop == ("x",)
-    with pytest.raises(InvalidJob, match="model: given both by position and by name"):
+    with pytest.raises(InvalidJob, match="model: passed both by position and by name"):
         parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"model": "n"})
 
 
@@ -120,9 +120,9 @@ def test_payload_accepts_adapters_in_several_formats(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (7, 'it must map names of adapters to scales, for example {"pirate": 0.5}'),
+        (7, 'it must map adapter names to scales, for example {"pirate": 0.5}'),
         (["pirate=much"], "the scale of 'pirate=much' is not a number; write NAME, or NAME=0.5"),
-        (["pirate", "pirate=2"], "an adapter occurs twice"),
+        (["pirate", "pirate=2"], "an adapter is listed twice"),
         ({"pirate": float("nan")}, "adapters.0.1 is nan"),
         ({"pirate": "0.5"}, "adapters.0.1 is '0.5'"),
         ({"": 1}, "it is empty"),
@@ -189,7 +189,7 @@ def test_model_ids_that_could_name_lists_of_other_queues_are_rejected(model_id: 
     ],
 )
 def test_prefill_rejects_parameters_without_effect(given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidJob, match="give either prompt, or messages"):
+    with pytest.raises(InvalidJob, match="pass either prompt, or messages"):
         parse_job(PrefillJob, (), (), {"model": "m", **given})
 
 

@@ -231,8 +231,8 @@ def test_rejected_payload_is_freed(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (ChatJob, {"messages": []}, "messages is []: it is empty; give at least one"),
-        (GenerateJob, {"prompt": []}, "prompt is []: it is empty; give at least one"),
+        (ChatJob, {"messages": []}, "messages is []: it is empty; provide at least one"),
+        (GenerateJob, {"prompt": []}, "prompt is []: it is empty; provide at least one"),
         (
             ChatJob,
             {"messages": [{"role": "usr", "content": "x"}]},
@@ -249,7 +249,7 @@ def test_error_mentions_an_empty_list_only_when_the_list_is_empty(
 
 
 @pytest.mark.parametrize("other", ["regex", "lark", "grammar"])
-def test_job_can_have_only_one_constraint(other: str) -> None:
+def test_job_accepts_only_one_constraint(other: str) -> None:
     with pytest.raises(InvalidJob, match=f"^json_schema and {other} can't be combined; choose one$"):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": {}, other: "x"})
     parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": None, other: "x"})

@@ -47,7 +47,7 @@ def test_next_turn_has_the_hashes_of_all_messages_before_it() -> None:
     assert hashes("chat", messages=history)[-1] in hashes("chat", messages=following)
 
 
-def test_first_message_alone_does_not_make_conversations_alike() -> None:
+def test_first_message_alone_does_not_make_conversations_similar() -> None:
     system = "s" * 5000
     one, other = (hashes("chat", system=system, messages=messages(text * 3000)) for text in "ab")
     assert 0 < num_shared(one, other) < len(one)
@@ -61,7 +61,7 @@ def test_hashes_of_other_scopes_adapters_and_models_differ(parameters: dict[str,
     assert num_shared(hashes(prompt="a" * 2000), hashes(prompt="a" * 2000, **parameters)) == 0
 
 
-def test_tools_are_a_part_of_the_prefix() -> None:
+def test_tools_are_part_of_the_prefix() -> None:
     tools = [{"type": "function", "function": {"name": "search"}}]
     history = messages("a" * 900)
     assert num_shared(hashes("chat", messages=history), hashes("chat", messages=history, tools=tools)) == 0
@@ -73,7 +73,7 @@ def test_job_with_a_parent_key_has_the_hash_of_its_context() -> None:
     assert len(hash_of_context(key)) == HASH_CHARS
 
 
-def test_part_of_a_bulk_run_has_the_hashes_of_its_first_line() -> None:
+def test_bulk_slice_has_the_hashes_of_its_first_line() -> None:
     lines = [{"kind": "generate", "params": {"prompt": "a" * 900}}, {"kind": "generate", "params": {"prompt": "b"}}]
     assert hashes("chunk", lines=lines) == hashes(prompt="a" * 900)
 

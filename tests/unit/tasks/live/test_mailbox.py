@@ -84,7 +84,7 @@ def test_failed_mailbox_raises_its_error_on_every_get() -> None:
     with_mailbox(body)
 
 
-def test_mailbox_uses_one_timer_for_all_waits_and_cancels_it_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mailbox_uses_one_timer_for_all_waits_and_finally_cancels_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(box: Mailbox) -> None:
         loop, timers = asyncio.get_running_loop(), []
         monkeypatch.setattr(loop, "call_at", lambda *args, make=loop.call_at: timers.append(make(*args)) or timers[-1])

@@ -84,7 +84,7 @@ def test_channel_is_unsubscribed_when_its_last_reader_leaves() -> None:
         assert wire.channels == set()
 
 
-def test_reader_that_joins_after_the_last_one_left_waits_for_a_new_subscription() -> None:
+def test_reader_that_joins_after_the_last_reader_left_waits_for_a_new_subscription() -> None:
     """An older confirmation does not count, because the channel was unsubscribed after it."""
     wire = ScriptedWire(confirms=False)
 
@@ -118,7 +118,7 @@ def test_lost_connection_is_reopened_and_every_reader_is_notified() -> None:
             assert first.is_closed
 
 
-def test_reader_that_joins_during_a_reconnect_is_subscribed_with_the_others() -> None:
+def test_reader_that_joins_during_a_reconnect_is_subscribed_with_the_other_readers() -> None:
     first, second = ScriptedWire(), ScriptedWire(confirms=False)
 
     @with_wires(first, second)
@@ -135,7 +135,7 @@ def test_reader_that_joins_during_a_reconnect_is_subscribed_with_the_others() ->
 
 
 @pytest.mark.parametrize("error", [RedisConnectionError("refused"), AuthenticationError("no"), NoPermissionError("no")])
-def test_connection_error_reaches_every_reader_and_the_next_one_reconnects(error: Exception) -> None:
+def test_connection_error_reaches_every_reader_and_the_next_reader_reconnects(error: Exception) -> None:
     last, refusing = ScriptedWire(), ScriptedWire(confirms=False)
     refusing.reply(error)
     script = [refusing, last] if isinstance(error, NoPermissionError) else [error, last]

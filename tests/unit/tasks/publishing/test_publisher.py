@@ -55,7 +55,7 @@ def test_publisher_continues_the_numbers_of_an_earlier_attempt() -> None:
     assert ledger.journal("a") == [{"seq": 4, **events.token("x", [1])}]
 
 
-def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
+def test_publisher_gathers_tokens_when_the_job_does_not_stream() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", streams=False)
@@ -94,7 +94,7 @@ def test_publisher_joins_the_parts_of_one_token() -> None:
     assert publisher.close()
 
 
-def test_publisher_keeps_all_pieces_of_calls_of_a_job_that_does_not_stream() -> None:
+def test_publisher_keeps_all_pieces_of_calls_when_the_job_does_not_stream() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", streams=False)
@@ -212,7 +212,7 @@ def test_events_are_written_in_pages_of_limited_size(monkeypatch: pytest.MonkeyP
     assert [event["seq"] for event in ledger.journal("a")] == list(range(6))
 
 
-def test_events_have_the_state_of_mirostat_and_resuming_uses_the_last() -> None:
+def test_events_contain_the_mirostat_state_and_resuming_uses_the_last_state() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     publisher.open_job("a", streams=False)
@@ -272,7 +272,7 @@ def test_celery_gets_the_end_with_the_last_event_unless_the_job_fails() -> None:
     assert [way.result is not None for way in ways.values()] == [True, False, False]
 
 
-def test_end_of_a_job_has_contexts_but_end_of_a_line_has_none() -> None:
+def test_job_end_contains_contexts_but_line_end_does_not() -> None:
     context = Context(b"an identity", (), "", (5, 6, 7), (1, 2))
     done = replace(COMPLETION, context=context, alternatives=(replace(COMPLETION, index=1, context=context),))
     ledger = MemoryLedger()

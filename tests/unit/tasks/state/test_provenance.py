@@ -33,7 +33,7 @@ def worker(*models: Any) -> WorkerEntry:
     return worker_entry("w", *models)
 
 
-def test_provenance_has_the_adapters_of_the_job_or_the_default_adapters() -> None:
+def test_provenance_contains_the_adapters_of_the_job_or_the_default_adapters() -> None:
     here = model(adapter("a", 0.5), adapter("b", 0), adapter("c", status="loading"))
     assert provenance_of(here, None).choice == (("a", 0.5),)
     assert provenance_of(here, (("b", 2.0), ("a", 0.0), ("unknown", 1.0))).choice == (("b", 2.0),)
@@ -80,7 +80,7 @@ def test_version_of_llguidance_survives_the_journal_when_the_text_is_constrained
         assert past.provenance == begun
 
 
-def test_constrained_job_continues_only_where_a_worker_has_its_version_of_llguidance() -> None:
+def test_constrained_job_continues_only_on_a_worker_with_its_llguidance_version() -> None:
     entry = {"id": "m", "status": "ready", "default": False, "fingerprint": "sha"}
     workers = {version: replace(worker(entry), llguidance=version) for version in ("", "1.9.1", "1.9.2")}
     loading = replace(worker({"id": "m", "status": "loading", "default": False}), llguidance="1.9.2")

@@ -119,7 +119,7 @@ def ended_job(last: int = 5, journal: bool = True, entry: bool = True) -> fakere
 
 @pytest.mark.parametrize("after", [5, 6, 10**6])
 @pytest.mark.parametrize(("journal", "entry"), [(True, True), (True, False), (False, True)])
-def test_stream_after_the_last_event_of_a_finished_job_ends_at_once(after: int, journal: bool, entry: bool) -> None:
+def test_stream_after_the_last_event_of_a_finished_job_ends_immediately(after: int, journal: bool, entry: bool) -> None:
     redis = ended_job(journal=journal, entry=entry)
     assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # without waiting
 
@@ -131,7 +131,7 @@ def test_stream_ends_when_the_last_event_of_the_job_precedes_after() -> None:
     assert cursor.ended
 
 
-def test_stream_raises_at_once_when_only_the_entry_of_the_job_remains() -> None:
+def test_stream_raises_immediately_when_only_the_job_entry_remains() -> None:
     redis = ended_job(journal=False)
     with pytest.raises(UnknownJob, match="has expired"):
         list(stream_events(redis, "j", timeout_s=0.0))
@@ -154,7 +154,7 @@ def test_stream_raises_when_redis_has_lost_a_known_job(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("after", [-2, 2**63, True, 1.0, "3", None])
 def test_stream_rejects_an_invalid_seq(after: Any) -> None:
-    with pytest.raises(InvalidJob, match="is not the seq of an event; give the `seq` of the last event"):
+    with pytest.raises(InvalidJob, match="is not the seq of an event; pass the `seq` of the last event"):
         EventCursor("j", after)
 
 

@@ -108,7 +108,7 @@ def test_reasoning_of_every_earlier_reply_is_compared(redis: FakeRedis) -> None:
     assert (edited.replies, edited.edited) == ({}, 2)
 
 
-def test_continued_reply_is_stored_with_its_start_and_an_empty_one_is_not() -> None:
+def test_continued_reply_is_stored_with_its_start_and_an_empty_reply_is_not_stored() -> None:
     start = {"role": "assistant", "content": "Well"}
     whole = conversation([*HEAD, {"role": "assistant", "content": "Well, yes."}, {"role": "user", "content": "Why?"}])
     redis = FakeRedis()

@@ -80,7 +80,7 @@ def test_service_name_is_cellama_unless_configured(monkeypatch: pytest.MonkeyPat
     assert spans.make_provider().resource.attributes["service.name"] == "mine"
 
 
-def test_jobs_sent_together_have_the_context_of_one_span(spans: Spans) -> None:
+def test_jobs_sent_together_share_the_context_of_one_span(spans: Spans) -> None:
     jobs = options("a", "b")
     with sending(jobs):
         pass
@@ -110,7 +110,7 @@ def test_sending_span_has_parent_from_header_then_current_span_then_running_job(
     assert spans.all[0].context.trace_state.get("vendor") == "x"
 
 
-def test_span_over_many_sendings_has_the_given_parent(spans: Spans) -> None:
+def test_span_over_many_submissions_has_the_given_parent(spans: Spans) -> None:
     assert current_headers() == {}
     assert current_trace_id() == ""
     with trace_span("run", ABOVE) as own:
@@ -137,7 +137,7 @@ def test_attribute_names_match_the_installed_conventions() -> None:
     assert SCHEMA in {schema.value for schema in Schemas}
 
 
-def test_attributes_have_only_valid_parameters_of_a_call() -> None:
+def test_attributes_include_only_valid_call_parameters() -> None:
     parameters = {"model": "m", "temperature": "hot", "max_tokens": 5, "stop": ["a", 3], "prompt": "secret"}
     assert of_request("chat", parameters) == {
         "gen_ai.operation.name": "chat",

@@ -91,7 +91,7 @@ def test_request_span_has_the_times_reported_by_the_engine(spans: Spans, traces:
     assert "a secret" not in str([dict(span.attributes) for span in spans.all])
 
 
-def test_spans_have_contents_when_enabled(spans: Spans, settings_environment: Any) -> None:
+def test_spans_include_contents_when_enabled(spans: Spans, settings_environment: Any) -> None:
     settings_environment(traces="true", trace_contents="true")
     traces = gate.tracing()
     assert traces is not None
@@ -108,7 +108,7 @@ def test_spans_have_contents_when_enabled(spans: Spans, settings_environment: An
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_attempt_links_to_the_previous_one_and_adds_its_span_when_lost(
+def test_attempt_links_to_the_previous_attempt_and_adds_its_span_when_lost(
     spans: Spans, traces: Tracing, is_lost: bool
 ) -> None:
     before = Earlier(new_run(), 1.5, 0.5, is_lost, "old@host 12 1.0")
@@ -128,7 +128,7 @@ def test_attempt_links_to_the_previous_one_and_adds_its_span_when_lost(
     assert waits == pytest.approx([0.5, 0.5])  # the job was submitted 2 s before this attempt started
 
 
-def test_trace_has_all_attempts_of_a_job_that_crashed_several_workers(spans: Spans, traces: Tracing) -> None:
+def test_trace_contains_all_attempts_of_a_job_that_crashed_several_workers(spans: Spans, traces: Tracing) -> None:
     before = [Earlier(new_run(), at, at - 0.25, True, f"w{at}@host 12 1.0") for at in (1.75, 1.0, 0.5)]
     run(traces, attempt(4, *before), error=JobFailed("dead", "no"))
     attempts = sorted((s for s in spans.all if s.name == "process q"), key=lambda s: s.start_time)
@@ -141,7 +141,7 @@ def test_trace_has_all_attempts_of_a_job_that_crashed_several_workers(spans: Spa
     assert attributes == pytest.approx([0.25, 0.5, 0.25, 0.25])
 
 
-def test_superseded_attempt_gets_its_span_from_the_next_one(spans: Spans, traces: Tracing) -> None:
+def test_superseded_attempt_gets_its_span_from_the_next_attempt(spans: Spans, traces: Tracing) -> None:
     run(traces, attempt(), error=Ignore(), interruption=Interruption.SUPERSEDED)
     assert spans.all == []
 
@@ -185,7 +185,7 @@ def test_unsampled_attempts_export_no_spans(spans: Spans, traces: Tracing) -> No
     assert spans.all == []
 
 
-def test_invalid_request_end_loses_a_span_but_no_event(spans: Spans, traces: Tracing) -> None:
+def test_invalid_request_end_loses_a_span_but_no_events(spans: Spans, traces: Tracing) -> None:
     made = attempt(task=TASK_CHUNK, lines=[])
     run(traces, made, finished(made, line="\x1f3"))
     assert [span.name for span in spans.all] == ["queue", "process q"]

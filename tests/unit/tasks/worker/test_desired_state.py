@@ -104,7 +104,7 @@ def test_corrections_reach_the_desired_state_and_unload_first() -> None:
 
 
 @pytest.mark.parametrize("model", [SECOND, SECOND.model_copy(update={"hub_token": "hidden", "default": True})])
-def test_entry_is_read_as_written_and_has_no_secrets(model: ModelSettings) -> None:
+def test_entry_is_read_as_written_and_contains_no_secrets(model: ModelSettings) -> None:
     text = Override(at=1.5, model=model).text()
     assert "hidden" not in text
     assert override_of(model_key("second"), text) == Override(at=1.5, model=SECOND)
@@ -183,7 +183,7 @@ def test_entries_of_adapters_are_removed_with_their_model() -> None:
     assert [*record.read()] == [model_key("second")]
 
 
-def test_load_is_refused_after_it_has_crashed_the_process_repeatedly() -> None:
+def test_load_is_refused_after_it_repeatedly_crashed_the_process() -> None:
     redis = fakeredis.FakeRedis()
     key = model_key("second")
     for _ in range(MAX_CRASHED_LOADS):

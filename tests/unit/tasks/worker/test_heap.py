@@ -35,7 +35,7 @@ def test_limit_free_heap_sets_the_options_of_mallopt() -> None:
     assert sorted(libc.options.values()) == sorted((MAX_FREE_BYTES, MAPPED_BYTES, NUM_HEAPS))
 
 
-def test_limit_free_heap_sets_the_other_options_when_one_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_free_heap_sets_the_other_options_when_one_option_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     libc = Glibc(-1)
     assert not limit_free_heap(libc)
     assert len(libc.options) == 3

@@ -103,7 +103,7 @@ def test_failing_hook_is_logged_once_per_event_type_and_loses_no_token(
     ]
 
 
-def test_hanging_hook_loses_events_but_no_token(
+def test_hanging_hook_loses_events_but_no_tokens(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(telemetry, "MAX_EVENTS", 3)

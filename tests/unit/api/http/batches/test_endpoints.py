@@ -67,7 +67,7 @@ def errors_of(client: TestClient, created: Any, who: Mapping[str, str] = ACME) -
     return [(error["code"], error["line"]) for error in batch["errors"]["data"]]
 
 
-def test_files_and_batches_of_a_tenant_return_404_to_others(start: Start) -> None:
+def test_files_and_batches_of_a_tenant_return_404_to_other_tenants(start: Start) -> None:
     client = start()
     created = create_batch(client, lines_of([request("a")]))
     assert created.status_code == 200, created.text

@@ -64,7 +64,7 @@ def test_check_reports_number_of_each_invalid_line(bad: bytes, code: str, param:
     assert errors_of(line("first"), b"\n", bad, line("last")) == [(code, param, 3)]
 
 
-def test_check_reports_number_of_requests_and_common_model_of_valid_file() -> None:
+def test_check_reports_request_count_and_common_model_of_valid_file() -> None:
     assert checked(line("a") + b"\n" + line("b").rstrip()) == [(2, "tiny")]
     assert checked(line("a") + line("b", body={"model": "other"})) == [(2, None)]
 

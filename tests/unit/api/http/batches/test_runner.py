@@ -52,7 +52,7 @@ def test_batch_is_driven_only_by_gateways_with_its_store(run_world: RunWorld) ->
     run_world(scenario)
 
 
-def test_batch_is_driven_at_once_when_gateway_polled_before_first_file(run_world: RunWorld) -> None:
+def test_batch_is_driven_immediately_when_gateway_polled_before_first_file(run_world: RunWorld) -> None:
     """The batch does not wait for the next sweep, which is a minute later."""
 
     async def scenario(world: World) -> None:
@@ -66,7 +66,7 @@ def test_batch_is_driven_at_once_when_gateway_polled_before_first_file(run_world
     run_world(scenario)
 
 
-def test_batch_has_no_lease_after_shutdown_of_its_gateway(run_world: RunWorld) -> None:
+def test_batch_has_no_lease_after_its_gateway_has_shut_down(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         batch_id = (await world.create_batch("a"))["id"]
         runner = BatchRunner(settings_of(world))

@@ -26,7 +26,7 @@ def service_of(redis: Redis, **settings: Any) -> BatchService:
     return BatchService(Settings(**settings), redis)
 
 
-def test_view_has_the_format_of_openai_client(run: Run) -> None:
+def test_view_has_the_format_that_openai_client_expects(run: Run) -> None:
     from openai.types import Batch
 
     async def scenario(redis: Redis) -> Any:

@@ -12,14 +12,14 @@ def turn(text: str, answer: str = "", **fields: object) -> ChatTurn:
     return ChatTurn.model_validate({"text": text, "model": "tiny", "job_id": "a", "answer": answer, **fields})
 
 
-def test_messages_leave_out_turns_without_an_answer() -> None:
+def test_messages_exclude_turns_without_an_answer() -> None:
     turns = (turn("Hi", "Hello"), turn("Tell more", status="failed"), turn("And?", "No", status="stopped"))
     chat = ConsoleChat(id="c", turns=turns, system="Be brief")
     assert [message["content"] for message in chat.messages()] == ["Be brief", "Hi", "Hello", "And?", "No"]
     assert [message["role"] for message in chat.messages()] == ["system", *["user", "assistant"] * 2]
 
 
-def test_title_is_one_short_line() -> None:
+def test_title_consists_of_one_short_line() -> None:
     assert ConsoleChat(id="c").title == ""
     assert ConsoleChat(id="c", turns=(turn(" What\n is\tit? "),)).title == "What is it?"
     assert len(ConsoleChat(id="c", turns=(turn("long " * 100),)).title) == 60

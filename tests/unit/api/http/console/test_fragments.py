@@ -23,7 +23,7 @@ def requested(context: dict[str, Any], etag: str = "", caller: Caller | None = N
     return fragment(request, "_jobs.html", **context)
 
 
-def test_fragment_is_not_rendered_again_when_it_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragment_is_not_rerendered_when_its_content_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     first = requested(EMPTY)
     assert (first.status_code, b"no jobs yet" in bytes(first.body)) == (200, True)
     monkeypatch.setattr(rendering, "page", lambda *_, **__: pytest.fail("the fragment was rendered"))
@@ -32,7 +32,7 @@ def test_fragment_is_not_rendered_again_when_it_shows_the_same(monkeypatch: pyte
     assert again.headers["cache-control"] == "no-store"
 
 
-def test_fragment_is_rendered_when_it_shows_something_else_or_to_somebody_else() -> None:
+def test_fragment_is_rendered_when_its_content_or_viewer_changes() -> None:
     etag = requested(EMPTY).headers["etag"]
     assert requested({**EMPTY, "has_filters": True}, etag).status_code == 200
     assert requested(EMPTY, etag, Caller(key_id="key", tenant="acme")).status_code == 200

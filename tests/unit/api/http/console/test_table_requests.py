@@ -32,7 +32,7 @@ def test_rows_of_a_table_fill_the_template(tmp_path: Path) -> None:
     assert second["body"]["messages"][1]["content"] == "Bœuf: {ok}"
 
 
-def test_lines_of_a_text_and_single_columns_need_no_template(tmp_path: Path) -> None:
+def test_text_lines_and_single_columns_do_not_need_a_template(tmp_path: Path) -> None:
     lines = requests_of(tmp_path, "a.TXT", b"one\n\ntwo\r\n", endpoint=COMPLETIONS, max_tokens="3")
     assert [line["custom_id"] for line in lines] == ["1", "3"]
     assert lines[1]["body"] == {"model": "tiny", "prompt": "two", "max_tokens": 3}
@@ -43,7 +43,7 @@ def test_lines_of_a_text_and_single_columns_need_no_template(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "fields", "message"),
     [
-        (b"a,b\n1,2\n", {}, "template is empty; write the text of a request with the columns of the file: {a}, {b}"),
+        (b"a,b\n1,2\n", {}, "template is empty; write the request text, using the file's columns: {a}, {b}"),
         (b"a,b\n1,2\n", {"template": "{c}"}, "template: the file has no column 'c'; its columns are: a, b"),
         (b"a,b\n1,2\n", {"template": "{a"}, "template: "),
         (b"a\n\xff\n", {}, "UTF-8"),

@@ -15,7 +15,7 @@ def test_visible_keeps_text_in_all_scripts() -> None:
         assert visible(kept) == kept
 
 
-def test_visible_replaces_what_hides_or_reorders_text() -> None:
+def test_visible_replaces_characters_that_hide_or_reorder_text() -> None:
     assert visible("\x1b[31m\x00\r") == "␛[31m␀␍"
     assert visible("a\r\nb") == "a\nb"
     assert visible("\u202egnp.exe\u2069\x9b\x7f") == "[U+202E]gnp.exe[U+2069][U+009B]␡"

@@ -134,7 +134,7 @@ def test_file_returns_404_to_other_tenants(run: Run, store: FileStore, local: Pa
     run(scenario)
 
 
-def test_expired_file_returns_404_at_once_and_is_deleted_by_sweep(run: Run, store: FileStore, local: Path) -> None:
+def test_expired_file_returns_404_immediately_and_is_deleted_by_sweep(run: Run, store: FileStore, local: Path) -> None:
     async def scenario(redis: Redis) -> None:
         files = FileService(store, redis)
         deleted = await files.add(local, "a", "batch", ACME, -10)
@@ -259,7 +259,7 @@ def test_uploads_in_progress_count_against_the_quota(run: Run, store: FileStore)
     async def scenario(redis: Redis) -> None:
         files, quota = FileService(store, redis), FileQuota(max_files=9, max_bytes=100)
         async with files.count_upload(ACME, 60, quota):
-            with pytest.raises(ApiError, match="2 files of 120 bytes"):
+            with pytest.raises(ApiError, match="2 files with 120 bytes"):
                 async with files.count_upload(ACME, 60, quota):
                     pass
             async with files.count_upload(OTHER, 60, quota), files.count_upload(ACME, 40, quota):

@@ -95,7 +95,7 @@ HOSTILE: list[Callable[[KeyText], Mapping[str, str]]] = [
 
 
 @pytest.mark.parametrize("headers_of", HOSTILE)
-def test_invalid_key_is_rejected_with_remedy_and_not_repeated(
+def test_invalid_key_is_rejected_with_a_remedy_and_without_a_copy_of_the_key(
     run: Run, headers_of: Callable[[KeyText], Mapping[str, str]]
 ) -> None:
     async def scenario(redis: Redis) -> None:
@@ -179,7 +179,7 @@ def test_key_returns_403_for_other_models_and_adapters(run: Run) -> None:
     run(scenario)
 
 
-def test_rate_limit_headers_and_errors_have_the_formats_of_clients(run: Run) -> None:
+def test_rate_limit_headers_and_errors_have_the_formats_that_clients_expect(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         key, entry = await stored(redis, requests_per_minute=1, tokens_per_minute=100)
         access = KeyAccess(redis)
@@ -252,7 +252,7 @@ def test_job_is_settled_when_its_request_is_cancelled(run: Run) -> None:
     run(scenario)
 
 
-def test_gateway_without_keys_accepts_local_requests_and_rejects_proxied_ones(run: Run) -> None:
+def test_gateway_without_keys_accepts_local_requests_and_rejects_proxied_requests(run: Run) -> None:
     here = {"host": "127.0.0.1:8000"}
 
     async def scenario(redis: Redis) -> None:
@@ -327,7 +327,7 @@ def test_gateway_rejects_all_requests_when_redis_is_unreachable(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_address_needs_no_key(host: str) -> None:
+def test_loopback_address_does_not_require_a_key(host: str) -> None:
     assert is_loopback(host)
 
 

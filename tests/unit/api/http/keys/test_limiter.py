@@ -94,7 +94,7 @@ def test_tokens_beyond_reservation_count_after_its_window(run: Run) -> None:
     run(scenario)
 
 
-def test_request_above_whole_limit_has_permanent_verdict(run: Run) -> None:
+def test_request_above_the_whole_limit_is_rejected_permanently(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, tokens_per_minute=100)
         assert [await setup.verdict(101), await setup.verdict(100)] == ["too large", "in"]

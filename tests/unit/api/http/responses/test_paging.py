@@ -21,7 +21,7 @@ def test_newest_items_come_first_by_default() -> None:
     assert ids(after="i2", limit="1") == ["i1"]
 
 
-def test_page_reports_whether_there_are_more_items() -> None:
+def test_page_reports_whether_more_items_follow() -> None:
     page = page_of(ITEMS, {"order": "asc", "limit": "2"})
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("i0", "i1", True)
     last = page_of(ITEMS, {"order": "asc", "after": "i4"})

@@ -60,7 +60,7 @@ def test_create_returns_first_record_for_key_and_record_expires(run: Any, redis:
     assert redis.ttl(response_key(ID)) > 0  # type: ignore[operator]
 
 
-def test_record_returns_404_when_not_stored_deleted_or_of_another_tenant(run: Any, redis: Redis) -> None:
+def test_record_returns_404_when_missing_deleted_or_owned_by_another_tenant(run: Any, redis: Redis) -> None:
     async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
@@ -179,7 +179,7 @@ def follow(can_follow: bool = True, **fields: Any) -> Scenario:
     return scenario
 
 
-def test_response_continues_context_only_when_it_is_the_same(run: Any, redis: Redis) -> None:
+def test_response_continues_context_only_when_the_context_is_unchanged(run: Any, redis: Redis) -> None:
     write(redis, JOURNALS["text"])
     assert run(follow()).parent_key is None  # the context has expired in Redis
     redis.set(context_key("k"), "tokens")

@@ -183,7 +183,7 @@ def test_endpoint_is_disabled_when_it_answers_410(redis_url: str, receiver: Rece
         assert not pending_keys(redis)
 
 
-def test_unreadable_stream_entry_does_not_block_others(redis_url: str, receiver: Receiver) -> None:
+def test_unreadable_stream_entry_does_not_block_other_entries(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
         for fields in ({"x": "y"}, {"heeded": "no JSON", "end": "stop"}, {"heeded": "{}", "end": "?"}):

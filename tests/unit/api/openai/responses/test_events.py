@@ -59,7 +59,7 @@ def test_calls_of_functions_in_namespaces_have_both_names(name: str) -> None:
         assert OPENAIS.validate_python(event).type == event["type"]
 
 
-def test_warnings_of_skipped_tools_precede_those_of_the_job() -> None:
+def test_warnings_about_skipped_tools_precede_the_warnings_of_the_job() -> None:
     _, response = fold(JOURNALS["warned"], record(body={"tools": [{"type": "web_search"}]}))
     assert response["warnings"][0].startswith("tools: 1 of type 'web_search' skipped")
     assert response["warnings"][1:] == ["a"]
@@ -87,7 +87,7 @@ def test_stream_resumes_after_the_last_number(name: str, after: int, cut: int) -
     assert read + [event for event in whole if event["sequence_number"] > last] == whole
 
 
-def test_events_have_the_order_of_openai() -> None:
+def test_events_are_sent_in_openais_order() -> None:
     received, _ = fold((STARTED, *REASONING, *TEXT, done(tool_calls=[CALL])))
     reasoning = ["reasoning_text.delta"] * 2 + ["reasoning_text.done", "content_part.done", "output_item.done"]
     text = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done", "output_item.done"]

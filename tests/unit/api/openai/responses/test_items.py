@@ -87,7 +87,7 @@ def test_reasoning_without_answer_is_dropped() -> None:
         ),
     ],
 )
-def test_invalid_items_are_rejected_by_name(given: Any, expected: str) -> None:
+def test_invalid_items_are_rejected_with_the_field_name(given: Any, expected: str) -> None:
     with pytest.raises(InvalidJob) as raised:
         items_of(given, ID)
     assert expected in str(raised.value)
@@ -138,7 +138,7 @@ def test_text_format_sets_schema_and_strictness() -> None:
     assert params_of({"regex": "[a-z]+"}) == {"regex": "[a-z]+"}
 
 
-def test_schema_may_be_as_deep_as_in_other_jobs() -> None:
+def test_schema_may_be_nested_as_deeply_as_in_other_jobs() -> None:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(limits.MAX_JSON_DEPTH // 2 - 1):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -178,7 +178,7 @@ def test_allowed_tools_may_name_functions_in_namespaces() -> None:
     assert (params["tool_choice"], params["allowed_tools"]) == ("required", ["f", "agents__close"])
 
 
-def test_functions_whose_loading_is_deferred_are_offered_at_once() -> None:
+def test_functions_whose_loading_is_deferred_are_offered_immediately() -> None:
     deferred = {**FUNCTION, "defer_loading": True}
     tools = [deferred, {**NAMESPACE, "tools": [{**deferred, "name": "close"}]}, {"type": "tool_search"}]
     body = {"tools": tools}
@@ -245,7 +245,7 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
         ({"max_tool_calls": 0}, "max_tool_calls is 0"),
     ],
 )
-def test_invalid_bodies_are_rejected_by_name(body: dict[str, Any], expected: str) -> None:
+def test_invalid_bodies_are_rejected_with_the_field_name(body: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidJob) as raised:
         (params_of(body), response_fields(body, {}))
     assert expected in str(raised.value)

@@ -164,7 +164,7 @@ def test_layout_is_fixed_when_the_schema_sets_another(schema: Any) -> None:
     assert prepared(schema).schema["x-guidance"] == LAYOUT
 
 
-def test_every_keyword_in_the_table_has_a_known_handling() -> None:
+def test_every_keyword_in_the_table_is_handled_in_a_known_way() -> None:
     for name, keyword in KEYWORDS.items():
         assert {keyword.strict, keyword.lenient} <= {ENFORCED, REWRITTEN, IGNORED, REFUSED, DROPPED}, name
 

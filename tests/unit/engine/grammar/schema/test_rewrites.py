@@ -274,7 +274,7 @@ def test_narrower_schema_accepts_only_conforming_values(name: str) -> None:
     assert check_samples(schema)
 
 
-def test_nullable_of_openapi_allows_null() -> None:
+def test_openapi_nullable_allows_null() -> None:
     assert accepted({"type": "string", "nullable": True, "maxLength": 1}) == [None, "", "a", "b"]
 
 
