@@ -9,6 +9,7 @@ Jobs:
 `cellama:context:{key}` (string): The tokens of a `finish_key` (tasks/state/contexts.py). TTL of a result.
 `cellama:reply:{digest}` (string): The `finish_key` of a chat's reply (tasks/state/replies.py). TTL of a result.
 `cellama:latest:{digest}` (string): The last `finish_key` of a conversation, for explanations. TTL of a result.
+`cellama:turn:{key}` (string): JSON with digests of the conversation that ends with a `finish_key`. TTL of a result.
 `cellama:waiting:{queue}` (sorted set): Jobs without a slot, in the order of `waiting_score`.
 `cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in the order of their submission.
 `cellama:shares:{list}\\0{node}` (sorted set): Children of a node of fairness keys with jobs in a backlog, by service.
@@ -234,6 +235,10 @@ def reply_key(digest: str) -> str:
 
 def latest_reply_key(digest: str) -> str:
     return f"{key_prefix()}:latest:{digest}"
+
+
+def turn_key(key: str) -> str:
+    return f"{key_prefix()}:turn:{key}"
 
 
 def cancel_key(job_id: str) -> str:
