@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 from cellama.bench.harness.engines import percentile, random_prompts
-from cellama.bench.harness.pace import STRATEGY
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, serving, wait_until
 
+MODEL = "bundled tiny"
 SMALL, LARGE = "small", "large"
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _measure(args: argparse.Namespace, *, workers: int, num_large: int) -> dict[str, Any]:
-    model = {"source": "bundled://tiny", "n_parallel": args.slots, "threads": 1, "batch_strategy": STRATEGY}
+    model = {"source": "bundled://tiny", "n_parallel": args.slots, "threads": 1}
     with serving(model, workers=workers) as service, service.slowed(args.pace):
         from cellama.api import Client
 
