@@ -28,8 +28,7 @@ REASONS: dict[ReplayCause, str] = {
     "system": "the system message changed",
     "reply": "the client changed the reply of the assistant",
     "message": "this message differs from the earlier request",
-    "expired": "no record of the reply was found, so the chat template rendered it again: the record has expired "
-    "(result_ttl_s), or the turn of the reply continued another job (parent_key, previous_response_id)",
+    "expired": "the record of the reply has expired (result_ttl_s), so the chat template rendered it again",
     "unknown": "no earlier turn of this conversation is known for this model and cache scope",
     "disabled": "the setting replay_replies is false, so the chat template rendered the replies again",
     "no_room": "the earlier turns with their reasoning would leave too little room in the slot, so the chat template "

@@ -90,6 +90,11 @@ BENCHMARKS = {
         "time to choose the next job of many tenants, and how evenly they are served",
         "--jobs 500 --tenants 10 --takes 100",
     ),
+    "two_tenants": Benchmark(
+        "service",
+        "waits of a small tenant next to a tenant with 100 times as many jobs, against waits on its share alone",
+        "--jobs 8 --times 10 --slots 2 --new 8",
+    ),
     "fleet": Benchmark(
         "service",
         "simulated workers with the real scripts: shares against VTC's bound, and affinity against jobs in order",

@@ -454,7 +454,7 @@ class JobAttempt:
     def _request(
         self, model: Model, job: GenerateJob | ChatJob, provenance: Provenance, extras: RequestExtras
     ) -> Request:
-        if not isinstance(job, ChatJob) or job.parent_key is not None or not job.cache_prompt:
+        if not isinstance(job, ChatJob) or not job.cache_prompt:
             return request_of(model, job, extras, self._runtime.signer)
         replay = ChatReplay(self._runtime, model, job, provenance)
         request = replay.request(extras, self._retry_redis)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cellama.engine import InvalidRequest, Model, Request, TemplateFailed, UnknownKey
 from cellama.tasks.contract.events import ReplayCause, ReplayFields
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.publishing.publisher import Reply
 from cellama.tasks.state.history import Provenance
-from cellama.tasks.state.replies import Conversation, Found, StoredReply
+from cellama.tasks.state.replies import Conversation, Found, StoredReply, parent_turn
 from cellama.tasks.worker.signing import conversation_of
 
 from .engine_request import RequestExtras, parent_tokens, request_of
@@ -23,8 +24,16 @@ from .engine_request import RequestExtras, parent_tokens, request_of
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
 
+T = TypeVar("T")
+
 MIN_ROOM = 0.25  # share of a slot that a replayed context must leave; otherwise, the shorter rendered prompt is used
 MAX_TEMPLATE_FAILURES = 2  # replies to try, because a template that fails after one reply probably fails after all
+
+
+class RetryRedis(Protocol):
+    """Calls a function until Redis answers, and returns its result."""
+
+    def __call__(self, action: Callable[[], T], /) -> T: ...
 
 
 class ChatReplay:
@@ -44,26 +53,34 @@ class ChatReplay:
         conversation = options.all_of(messages)
         self._num_added = len(conversation) - len(messages)
         template = hashlib.sha256((job.chat_template or model.template.source).encode()).hexdigest()
-        self._conversation = Conversation(
+        self._conversation_after = partial(
+            Conversation,
             (job.cache_scope, provenance.model, template, provenance.adapters),
             options={name: value for name, value in options.variables.items() if name != "tools"},
             tools=options.offered,
             messages=conversation,
         )
+        self._conversation: Conversation | None = None
 
-    def request(self, extras: RequestExtras, retry_redis: Callable[[Callable[[], Found]], Found]) -> Request:
+    def request(self, extras: RequestExtras, retry_redis: RetryRedis) -> Request:
         """Return the chat's request, and set `fields`. Raises the errors of `request_of`."""
-        conversation, settings = self._conversation, self._runtime.settings
+        redis, settings, key = self._runtime.redis, self._runtime.settings, self._job.parent_key
+        if key is not None:
+            parent = retry_redis(lambda: parent_turn(redis, key))
+            if parent is not None:
+                self._conversation = self._conversation_after(parent=parent)
+            return self._rendered(extras)
+        conversation = self._conversation = self._conversation_after()
         if not conversation.has_replies:
             return self._rendered(extras)
-        found = retry_redis(lambda: conversation.find(self._runtime.redis))
+        found = retry_redis(lambda: conversation.find(redis))
         cause, message = conversation.change_since(found.latest) if found.edited is None else ("reply", found.edited)
         replies = found.replies
         if not settings.replay_replies:
             replies, cause, message = {}, "disabled", None
         if self._first is not None:  # later attempts repeat the choice of the first attempt
-            key, end = self._first.get("key"), self._first.get("messages", 0) + self._num_added
-            replies = {} if key is None else conversation.repeated(found, key, end)
+            first, end = self._first.get("key"), self._first.get("messages", 0) + self._num_added
+            replies = {} if first is None else conversation.repeated(found, first, end)
         num_failures = 0
         for end in sorted(replies, reverse=True):
             try:
@@ -89,6 +106,8 @@ class ChatReplay:
 
     def records_of(self, replies: Sequence[Reply]) -> list[tuple[str, bytes]]:
         """Return the records to store when the next replies are complete."""
+        if self._conversation is None:
+            return []
         return self._conversation.records(replies, self._replayed, self._num_replayed)
 
     def _rendered(self, extras: RequestExtras) -> Request:

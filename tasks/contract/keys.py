@@ -2,35 +2,41 @@
 
 Jobs:
 
-`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL once the job has ended and Celery has stored its
-end. `cellama:journal:{job_id}` (stream): The job's events, with the ids (seq+1)-0. TTL after the job has ended.
+`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL once the job has ended and Celery has stored its end.
+`cellama:journal:{job_id}` (stream): The job's events, with the ids (seq+1)-0. TTL after the job has ended.
 `cellama:events:{db}:{job_id}` (channel): The same events, live. The name contains the database.
-`cellama:cancel:{job_id}` (string): Exists if the job must be cancelled. TTL. `cellama:context:{key}` (string): The
-tokens of a `finish_key` (tasks/state/contexts.py). Same TTL as results. `cellama:reply:{digest}` (string): The
-`finish_key` of a chat's reply (tasks/state/replies.py). Same TTL as results. `cellama:latest:{digest}` (string): A
-conversation's last `finish_key`, for explanations. Same TTL as results. `cellama:waiting:{queue}` (sorted set): Jobs
-without a slot, sorted by `waiting_score`. `cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds,
-in submission order. `cellama:shares:{list}\\0{node}` (sorted set): A node's child fairness keys with jobs in the
-backlog, by service. `cellama:idle:{list}\\0{node}` (sorted set): A node's child fairness keys without such jobs, by
-service. TTL of a day. `cellama:costs:{list}` (hash): Mean cost per unit of work, by fairness key and job kind. TTL of a
-day. `cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`). They override the
-settings. `cellama:slots:{name}` (set): Held jobs that count against a limit. `cellama:blocked:{name}` (set): Lists in
-which jobs of this name are waiting because its limit is reached. `cellama:limited` (set): Names that currently have
-slots. `cellama:service:{period}` (sorted set): Fairness keys, by the cost of their jobs that ended in 5 minutes. TTL.
+`cellama:cancel:{job_id}` (string): Exists if the job must be cancelled. TTL.
+`cellama:context:{key}` (string): The tokens of a `finish_key` (tasks/state/contexts.py). Same TTL as results.
+`cellama:reply:{digest}` (string): The `finish_key` of a chat's reply (tasks/state/replies.py). Same TTL as results.
+`cellama:latest:{digest}` (string): A conversation's last `finish_key`, for explanations. Same TTL as results.
+`cellama:turn:{key}` (string): JSON digests of the conversation that ends with a `finish_key`. Same TTL as results.
+`cellama:waiting:{queue}` (sorted set): Jobs without a slot, sorted by `waiting_score`.
+`cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in submission order.
+`cellama:shares:{list}\\0{node}` (sorted set): A node's child fairness keys with jobs in the backlog, by service.
+`cellama:idle:{list}\\0{node}` (sorted set): A node's child fairness keys without such jobs, by service. TTL of a day.
+`cellama:costs:{list}` (hash): Mean cost per unit of work, by fairness key and job kind, and the largest recent cost of
+a job, by job kind. TTL of a day.
+`cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`). They override the settings.
+`cellama:slots:{name}` (set): Held jobs that count against a limit.
+`cellama:blocked:{name}` (set): Lists in which jobs of this name are waiting because its limit is reached.
+`cellama:limited` (set): Names that currently have slots.
+`cellama:service:{period}` (sorted set): Fairness keys, by the cost of their jobs that ended in 5 minutes. TTL.
 `cellama:prefixes:{worker}` (sorted set): Hashes of the prefixes in a worker's cache, by last use. TTL.
 `cellama:busy:{list}` (sorted set): Workers, by the time at which they finish prefilling jobs. TTL of a day.
 `cellama:holders` (hash): The worker that last used a prefix. A full hash becomes `cellama:holders:old`.
 `cellama:shortages` (hash): Number of tickets that each list lacked at the last check (tasks/state/lua/ledger.lua).
-`cellama:running` (sorted set): Jobs that have started but not ended, by start time. `cellama:leases` (sorted set): Jobs
-whose message a worker holds, by lease expiry. `cellama:delayed` (sorted set): Jobs that are waiting for their ETA and
-that no worker holds, by ETA. `cellama:due` (sorted set): Jobs that the reaper must check, because of a timeout or a
-missing end, by due time. `cellama:missing` (sorted set): Running jobs that no worker holds, by detection time.
-`cellama:queues` (set): Queues that have or had jobs. `cellama:served` (sorted set): Queues that workers read or will
-read, by the time of the last report. TTL of 30 days. `cellama:strays` (sorted set): Messages from plain Celery in
-queues that no worker reads, by detection time. `cellama:watched` (hash): Start and latest time of the search for jobs
-that no worker serves. TTL of 30 days. `cellama:ended` (sorted set): The last MAX_ENDED jobs that ended, by end time.
-TTL. `cellama:dead` (sorted set): Dead-letter jobs, by end time. `celery-task-meta-{job_id}` (string): Celery's result.
-TTL.
+`cellama:running` (sorted set): Jobs that have started but not ended, by start time.
+`cellama:leases` (sorted set): Jobs whose message a worker holds, by lease expiry.
+`cellama:delayed` (sorted set): Jobs that are waiting for their ETA and that no worker holds, by ETA.
+`cellama:due` (sorted set): Jobs that the reaper must check, because of a timeout or a missing end, by due time.
+`cellama:missing` (sorted set): Running jobs that no worker holds, by detection time.
+`cellama:queues` (set): Queues that have or had jobs.
+`cellama:served` (sorted set): Queues that workers read or will read, by the time of the last report. TTL of 30 days.
+`cellama:strays` (sorted set): Messages from plain Celery in queues that no worker reads, by detection time.
+`cellama:watched` (hash): Start and latest time of the search for jobs that no worker serves. TTL of 30 days.
+`cellama:ended` (sorted set): The last MAX_ENDED jobs that ended, by end time. TTL.
+`cellama:dead` (sorted set): Dead-letter jobs, by end time.
+`celery-task-meta-{job_id}` (string): Celery's result. TTL.
 
 Queues:
 
@@ -230,6 +236,10 @@ def reply_key(digest: str) -> str:
 
 def latest_reply_key(digest: str) -> str:
     return f"{key_prefix()}:latest:{digest}"
+
+
+def turn_key(key: str) -> str:
+    return f"{key_prefix()}:turn:{key}"
 
 
 def cancel_key(job_id: str) -> str:

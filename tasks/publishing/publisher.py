@@ -328,7 +328,7 @@ class Publisher:
                 run_id,
                 event_of(event, model_id, self._worker, sign, job_id),
                 result=result_of_end(event, model_id, sign, job_id),
-                contexts=contexts_of(event, fingerprint) + self._records_of(stream, event),
+                contexts=contexts_of(event, fingerprint) + self._records_of(stream, event, job_id),
             )
         except Exception as error:
             failure = _failure_of(run_id, error)
@@ -336,12 +336,12 @@ class Publisher:
                 return Publication(run_id, _line_failed(int(line), failure))
             return Publication(run_id, failure=failure)
 
-    def _records_of(self, stream: AttemptStream | None, event: EngineEvent) -> Contexts:
+    def _records_of(self, stream: AttemptStream | None, event: EngineEvent, job_id: str) -> Contexts:
         """Return the records for later turns of a chat. An error costs later turns time, but does not end the job."""
         if stream is None or not isinstance(event, Finished):
             return ()
         try:
-            return tuple(stream.records_of(replies_of(event)))
+            return tuple(stream.records_of(replies_of(event, job_id)))
         except Exception as error:
             log.error("reply not recorded", run=stream.attempt.run_id, exc_info=error)
             return ()

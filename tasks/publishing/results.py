@@ -156,7 +156,7 @@ def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes]
     return tuple(packed.items())
 
 
-def replies_of(event: EngineEvent) -> list[tuple[dict[str, Any], str]]:
+def replies_of(event: EngineEvent, job_id: str) -> list[tuple[dict[str, Any], str]]:
     """Return the messages of a chat's completions as in its result, each with the key of its context."""
     completion = event.completion if isinstance(event, Finished) else None
     return [
@@ -165,10 +165,7 @@ def replies_of(event: EngineEvent) -> list[tuple[dict[str, Any], str]]:
                 "role": "assistant",
                 "content": choice.text,
                 "reasoning": choice.reasoning,
-                "tool_calls": [
-                    {"function": {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}}
-                    for call in choice.tool_calls
-                ],
+                "tool_calls": _tool_calls(choice, partial(_call_id, job_id, choice.index)),
             },
             choice.finish_key,
         )

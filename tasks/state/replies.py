@@ -9,7 +9,11 @@ conversation. A later chat that continues the same conversation in the same cach
 The digest covers the meaning of each message. It ignores the reasoning, the whitespace around a reply, the ids of
 calls, and the order of keys and the spacing in their arguments. It also ignores arguments that are equal to the default
 in the schema of the tool, because Claude Code adds them to the calls that it sends back. The reasoning is stored
-separately: a client may omit it, but can't change it.
+separately: a client may omit it, but can't change it. Clients that join the reasoning and the text of a reply also
+find its context.
+
+The messages of a chat with a `parent_key` follow a context. So that its reply is found when the whole conversation is
+sent later, the record of each context contains the digest of the conversation up to its end.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.contract.events import ReplayCause
-from cellama.tasks.contract.keys import latest_reply_key, reply_key
+from cellama.tasks.contract.keys import latest_reply_key, reply_key, turn_key
 
-VERSION = 1  # of digests and records; later versions don't find the records of earlier ones
+VERSION = 2  # of digests and records; later versions don't find the records of earlier ones
 MAX_REPLIES = 256  # replies of one conversation to look for, starting with the last one
 _SETUP: tuple[ReplayCause, ...] = ("options", "tools")  # the first parts of a conversation; its messages follow
 _CHANGED: dict[str, ReplayCause] = {"s": "system", "a": "reply"}  # by the initial of the role
@@ -57,6 +61,42 @@ class LatestReply:
 
 
 @dataclass(frozen=True, slots=True)
+class ParentTurn:
+    """The conversation up to the end of a context, for the messages that follow it in a job with a `parent_key`."""
+
+    setup: bytes  # digest of the conditions, options and tools
+    state: bytes  # digest of the setup and of all messages
+    latest_key: str  # Redis key of the conversation's latest context
+    reasoning: tuple[str, ...]  # as in StoredReply
+    num_calls: int  # in the conversation
+    calls: Mapping[str, int]  # the numbers of the last reply's calls, by their ids
+    parts: tuple[str, ...] | None = None  # as in LatestReply, if this context is the latest one
+
+    def pack(self) -> bytes:
+        """Return the value to store in Redis."""
+        fields = [self.setup.hex(), self.state.hex(), self.latest_key, self.reasoning, self.num_calls, self.calls]
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def parent_turn(redis: Redis, key: str) -> ParentTurn | None:
+    """Return the conversation that ends with the context of a finish_key, or None if it has no record."""
+    value: Any = redis.get(turn_key(key))
+    if not value:
+        return None
+    setup, state, latest_key, reasoning, num_calls, calls = json.loads(value)
+    latest = _latest(redis.get(latest_key))
+    return ParentTurn(
+        bytes.fromhex(setup),
+        bytes.fromhex(state),
+        latest_key,
+        tuple(reasoning),
+        num_calls,
+        calls,
+        parts=latest.parts if latest is not None and latest.key == key else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """The stored replies of a conversation, by the number of messages up to and including each reply."""
 
@@ -75,29 +115,32 @@ class Conversation:
         options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]],
         messages: Sequence[Mapping[str, Any]],
+        parent: ParentTurn | None = None,
     ) -> None:
         """Compute the digests.
 
         `conditions` contains everything else that contexts must have in common, such as the cache scope and the model.
-        `options` and `tools` are the variables that the chat template receives.
+        `options` and `tools` are the variables that the chat template receives. The messages follow
+        those of `parent`.
         """
+        self._parent = parent
         self._defaults = _defaults_of(tools)
-        self._calls: dict[str, int] = {}
-        self._num_calls = 0
         base = _digest_of([VERSION, *conditions])
-        self.parts = [_short(_digest_of(options)), _short(_digest_of(list(tools)))]
+        self._setup = _after(base, _digest_of([options, list(tools)]))
+        self._calls = dict(parent.calls) if parent else {}
+        self._num_calls = parent.num_calls if parent else 0
         lines = [self._line_of(message) for message in messages]
         self._roles = [str(message["role"]) for message in messages]
         self._reasoning = [_reasoning_of(message) for message in messages]
         self._last = messages[-1] if messages else {}
+        self._states = [parent.state if parent else self._setup]
+        for line in lines:
+            self._states.append(_after(self._states[-1], line))
         user = next((line for line, role in zip(lines, self._roles, strict=True) if role == "user"), b"")
-        self._latest_key = latest_reply_key(hashlib.sha256(base + user).hexdigest())
-        hasher = hashlib.sha256(base + _digest_of([options, list(tools)]))
-        self._hashers = [hasher.copy()]
-        for role, line in zip(self._roles, lines, strict=True):
-            hasher.update(line)
-            self._hashers.append(hasher.copy())
-            self.parts.append(role[0] + _short(line))
+        self._latest_key = parent.latest_key if parent else latest_reply_key(_after(base, user).hex())
+        setup = (_short(_digest_of(options)), _short(_digest_of(list(tools))))
+        self._before = parent.parts if parent else setup  # parts before the messages
+        self._parts = tuple(role[0] + _short(line) for role, line in zip(self._roles, lines, strict=True))
 
     @property
     def has_replies(self) -> bool:
@@ -112,14 +155,13 @@ class Conversation:
     def find(self, redis: Redis) -> Found:
         """Return the stored replies of this conversation. Replies whose reasoning was changed are omitted."""
         ends = [end for end, role in enumerate(self._roles[:-1], 1) if role == "assistant"][-MAX_REPLIES:]
-        keys = [reply_key(self._hashers[end].hexdigest()) for end in ends]
+        keys = [reply_key(self._states[end].hex()) for end in ends]
         values: Any = redis.mget([*keys, self._latest_key])
         replies = {end: reply for end, value in zip(ends, values, strict=False) if (reply := _stored(value))}
-        latest = values[-1].decode().split(" ") if values[-1] else []
         edited = [end for end, reply in replies.items() if not self._keeps_reasoning(reply, end)]
         return Found(
             {end: reply for end, reply in replies.items() if end not in edited},
-            LatestReply(latest[0], tuple(latest[1:])) if latest else None,
+            _latest(values[-1]),
             edited[0] - 1 if edited else None,
         )
 
@@ -146,8 +188,10 @@ class Conversation:
         """Return the pairs of Redis key and value to store when the next replies are complete.
 
         `replies` are messages with the finish_key of their contexts. The contexts start with the context of `replayed`,
-        which contains the first `num_replayed` messages. A reply that contains neither text nor calls is not stored.
+        which contains the first `num_replayed` messages. A reply without text, calls and reasoning is not stored.
         """
+        if self._parent is not None and self._parent.setup != self._setup:
+            return []
         num_messages = len(self._roles)
         started = ""
         if self._last.get("role") == "assistant":  # the reply continues this message
@@ -155,32 +199,40 @@ class Conversation:
                 return []
             num_messages -= 1
             started = str(self._last.get("content") or "")
-        before = () if replayed is None else replayed.reasoning
-        before = (*before, *self._reasoning_of_replies(num_messages, num_replayed))
-        records: list[tuple[str, bytes]] = []
+        first = replayed or self._parent
+        before = (*(first.reasoning if first else ()), *self._reasoning_of_replies(num_messages, num_replayed))
+        state = self._states[num_messages]
+        records: dict[str, bytes] = {}
         for message, key in replies:
-            whole = {**message, "content": started + (message.get("content") or "")}
-            if not whole["content"].strip() and not whole.get("tool_calls"):
+            reply = {**message, "content": started + (message.get("content") or "")}
+            if not _text_of(reply) and not reply.get("tool_calls"):
                 continue
-            line = self._line_of(whole)
-            hasher = self._hashers[num_messages].copy()
-            hasher.update(line)
-            stored = StoredReply(key, (*before, _reasoning_of(whole)))
-            records.append((reply_key(hasher.hexdigest()), stored.pack()))
-            if len(records) == 1:
-                parts = (*self.parts[: num_messages + len(_SETUP)], "a" + _short(line))
-                records.append((self._latest_key, LatestReply(key, parts).pack()))
-        return records
+            line = self._line_of_reply(reply)
+            joined = self._line_of_reply({**reply, "content": f"{reply.get('reasoning') or ''}{reply['content']}"})
+            stored = StoredReply(key, (*before, _reasoning_of(reply)))
+            records |= {reply_key(_after(state, each).hex()): stored.pack() for each in (line, joined)}
+            records[turn_key(key)] = ParentTurn(
+                setup=self._setup,
+                state=_after(state, line),
+                latest_key=self._latest_key,
+                reasoning=stored.reasoning,
+                num_calls=self._num_calls + len(reply.get("tool_calls") or ()),
+                calls=self._numbers_of(reply),
+            ).pack()
+            if self._before is not None and self._latest_key not in records:
+                parts = (*self._before, *self._parts[:num_messages], "a" + _short(line))
+                records[self._latest_key] = LatestReply(key, parts).pack()
+        return list(records.items())
 
     def change_since(self, latest: LatestReply | None) -> tuple[ReplayCause, int | None]:
         """Return why the latest context of this conversation can't be continued, and the index of the message.
 
-        If nothing in the messages explains it, there is no record of the reply: it has expired, or the reply belongs to
-        a job with a `parent_key`. Such a job contains only the new messages.
+        If nothing in the messages explains it, the record of the reply has expired.
         """
         if latest is None:
             return "unknown", None
-        for index, (now, before) in enumerate(zip(self.parts, latest.parts, strict=False)):
+        parts = (*(self._before or ()), *self._parts)
+        for index, (now, before) in enumerate(zip(parts, latest.parts, strict=False)):
             if now != before:
                 if index < len(_SETUP):
                     return _SETUP[index], None
@@ -188,19 +240,45 @@ class Conversation:
         return "expired", None
 
     def _line_of(self, message: Mapping[str, Any]) -> bytes:
-        """Return the digest of a message's meaning."""
+        """Return the digest of a message's meaning. Number the calls of a reply."""
+        if message["role"] == "assistant":
+            self._calls |= self._numbers_of(message)
+            self._num_calls += len(message.get("tool_calls") or ())
+            return self._line_of_reply(message)
+        call = message.get("tool_call_id")
         content = str(message.get("content") or "")
-        if message["role"] != "assistant":
-            call = message.get("tool_call_id")
-            return _digest_of([message["role"], content, message.get("name"), self._calls.get(str(call), call)])
+        return _digest_of([message["role"], content, message.get("name"), self._calls.get(str(call), call)])
+
+    def _line_of_reply(self, reply: Mapping[str, Any]) -> bytes:
+        """Return the digest of a reply's meaning."""
         calls = []
-        for call in message.get("tool_calls") or ():
-            if call.get("id") is not None:
-                self._calls[str(call["id"])] = self._num_calls
-            self._num_calls += 1
+        for call in reply.get("tool_calls") or ():
             name, arguments = call["function"]["name"], _arguments_of(call["function"].get("arguments"))
             calls.append([name, _without(self._defaults.get(name, {}), arguments)])
-        return _digest_of(["assistant", content.strip(), calls])
+        return _digest_of(["assistant", _text_of(reply), calls])
+
+    def _numbers_of(self, reply: Mapping[str, Any]) -> dict[str, int]:
+        """Return the numbers of a reply's calls in the conversation, by their ids."""
+        calls = enumerate(reply.get("tool_calls") or (), self._num_calls)
+        return {str(call["id"]): number for number, call in calls if call.get("id") is not None}
+
+
+def _text_of(reply: Mapping[str, Any]) -> str:
+    """Return the text of a reply, or its reasoning if it has neither text nor calls."""
+    text = str(reply.get("content") or "").strip()
+    return text if text or reply.get("tool_calls") else str(reply.get("reasoning") or "").strip()
+
+
+def _after(state: bytes, line: bytes) -> bytes:
+    """Return the digest of a conversation after one more message."""
+    return hashlib.sha256(state + line).digest()
+
+
+def _latest(value: bytes | None) -> LatestReply | None:
+    if not value:
+        return None
+    key, *parts = value.decode().split(" ")
+    return LatestReply(key, tuple(parts))
 
 
 def _stored(value: bytes | None) -> StoredReply | None:

@@ -36,7 +36,7 @@ SMALL = {  # except `clients`, which tests/integration/gateway/test_structured_c
     "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
     "kept_states": "--samples 2 --prompt 400 --conversations 6 --in-ram 2 --opening 96 --turns 2 --rate 20 --states 2 "
     "--seconds 0.05 --requests 4 --rounds 1",
-    "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
+    "storm": "--lines 60 --new 24 --tenants 2 --command-kills 1 --worker-kills 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
     "--slots 4 --server-slots 2 4 --try-lines 6 --threads 1",
 }

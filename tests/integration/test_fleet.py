@@ -46,6 +46,7 @@ def test_block_cache_keeps_the_most_recently_used_blocks() -> None:
 
 
 def test_services_of_waiting_tenants_differ_by_less_than_the_vtc_bound(redis: Redis) -> None:
-    gaps = [fair_run(redis, seed) for seed in range(20)]
+    seeds = (*range(20), 209, 354, 952)  # the last ones start with jobs of very different costs
+    gaps = [fair_run(redis, seed) for seed in seeds]
     assert [gap for gap in gaps if gap.largest > gap.bound] == []
     assert sum(gap.largest > 0 for gap in gaps) > 15

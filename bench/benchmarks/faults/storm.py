@@ -1,8 +1,8 @@
-"""Repeatedly kill a bulk run's command and workers while Redis restarts, and count lost and repeated lines.
+"""Kill the commands and the workers of bulk runs repeatedly while Redis restarts, and count lost and repeated lines.
 
-`cellama batch run` runs as a separate process, and real workers on a real Redis run the bundled model greedily. Each
-text is compared with the text of an undisturbed run. Texts that differ at a near tie are counted separately
-(reference_texts.py). Killed processes are restarted immediately.
+Each tenant has its own file and its own `cellama batch run`, which is a separate process. Real workers on a real Redis
+run the bundled model greedily. Each text is compared with the text of an undisturbed run. Texts that differ at a near
+tie are counted separately (reference_texts.py). Killed processes are restarted immediately.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ FRIENDS = ("Mia", "Tom", "Ben", "Lily")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--lines", type=int, default=2000, help="number of lines of all tenants together")
+    parser.add_argument("--tenants", type=int, default=1, help="number of tenants, each with a bulk run")
     parser.add_argument("--new", type=int, default=64, help="number of tokens per line")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16, help="number of slots per worker")
-    parser.add_argument("--command-kills", type=int, default=3)
+    parser.add_argument("--command-kills", type=int, default=3, help="each kills the command of a random tenant")
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--redis-restarts", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -52,23 +53,24 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Storm:
-    """Runs a file of lines on a service, with and without disturbances."""
+    """Runs the files of all tenants on a service, with and without disturbances."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service, self._folder, self._args = service, service.folder, args
         self._random = random.Random(args.seed)
-        self._source = service.folder / "in.jsonl"
-        self._process: subprocess.Popen[bytes]
+        self._tenants = [f"tenant-{number:02d}" for number in range(args.tenants)]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._undisturbed: dict[str, ReferenceText] = {}
         self._order = list(range(args.lines))
         self._random.shuffle(self._order)
 
     def _write_lines(self, **params: Any) -> None:
-        with self._source.open("w", encoding="utf-8") as lines:
-            for i in self._order:
-                prompt = f"Once upon a time, a little {ANIMALS[i % 6]} met {FRIENDS[i % 4]} and {i} others."
-                greedy = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, **params}
-                lines.write(json.dumps({"custom_id": f"line-{i}", "prompt": prompt, **greedy}) + "\n")
+        for number, tenant in enumerate(self._tenants):
+            with self._source(tenant).open("w", encoding="utf-8") as lines:
+                for i in self._order[number :: len(self._tenants)]:
+                    prompt = f"Once upon a time, a little {ANIMALS[i % 6]} met {FRIENDS[i % 4]} and {i} others."
+                    greedy = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, **params}
+                    lines.write(json.dumps({"custom_id": f"line-{i}", "prompt": prompt, **greedy}) + "\n")
 
     def troubles(self) -> list[str]:
         """Return all disturbances in random order."""
@@ -78,26 +80,30 @@ class _Storm:
         return found
 
     def run_undisturbed(self) -> dict[str, Any]:
-        """Run the file without disturbances, and save its texts with their near ties."""
+        """Run the files without disturbances, and save their texts with their near ties."""
         return self.run("undisturbed", [], logprobs=LOGPROBS)
 
     def run(self, name: str, troubles: list[str], **params: Any) -> dict[str, Any]:
-        """Run the file with disturbances at equal intervals of finished lines."""
+        """Run the files with disturbances at equal intervals of finished lines."""
         self._write_lines(**params)
-        output, sampled, started = self._folder / f"{name}.jsonl", self._service.num_sampled(), time.monotonic()
-        self._start(output)
+        folder = self._folder / name
+        folder.mkdir()
+        sampled, started = self._service.num_sampled(), time.monotonic()
+        for tenant in self._tenants:
+            self._start(folder, tenant)
         for number, trouble in enumerate(troubles, start=1):
-            self._wait_for(output, number * self._args.lines // (len(troubles) + 1))
-            getattr(self, f"_{trouble}")(output)
-            print(f"{name}: {trouble} ended, {_num_lines(output)} lines done", file=sys.stderr, flush=True)
-        code = self._process.wait(PATIENCE_S)
-        results = [json.loads(text) for text in output.read_text(encoding="utf-8").splitlines()]
-        errors = _num_lines(output.with_name(f"{name}.errors.jsonl"))
+            self._wait_for(folder, number * self._args.lines // (len(troubles) + 1))
+            getattr(self, f"_{trouble}")(folder)
+            print(f"{name}: {trouble} ended, {self._num_results(folder)} lines done", file=sys.stderr, flush=True)
+        codes = [process.wait(PATIENCE_S) for process in self._processes.values()]
+        outputs = [self._output(folder, tenant) for tenant in self._tenants]
+        results = [json.loads(text) for path in outputs for text in path.read_text(encoding="utf-8").splitlines()]
+        errors = sum(_num_lines(path.with_name(f"{path.stem}.errors.jsonl")) for path in outputs)
         total = self._args.lines * self._args.new
         twice = 100 * (self._service.num_sampled() - sampled - total) / total
-        row = {"run": name, "troubles": len(troubles), "exit code": code, "seconds": time.monotonic() - started}
-        row |= {"results": len(results), "errors": errors, **self._compare(results), "twice %": twice}
-        return row
+        row = {"run": name, "tenants": len(self._tenants), "troubles": len(troubles), "exit code": max(codes)}
+        row |= {"seconds": time.monotonic() - started, "results": len(results), "errors": errors}
+        return {**row, **self._compare(results), "twice %": twice}
 
     def _compare(self, results: list[dict[str, Any]]) -> dict[str, int]:
         """Return the numbers of wrong and tied lines.
@@ -116,34 +122,49 @@ class _Storm:
             "tied": sum(kind == "tied" for kind in compared.values()),
         }
 
-    def _start(self, output: Path) -> None:
-        with output.with_suffix(".log").open("ab") as log:
-            self._process = subprocess.Popen(batch_command(self._source, output), stdout=log, stderr=log)
+    def _source(self, tenant: str) -> Path:
+        return self._folder / f"{tenant}.jsonl"
 
-    def _wait_for(self, output: Path, count: int) -> None:
+    def _output(self, folder: Path, tenant: str) -> Path:
+        return folder / f"{tenant}.jsonl"
+
+    def _num_results(self, folder: Path) -> int:
+        return sum(_num_lines(self._output(folder, tenant)) for tenant in self._tenants)
+
+    def _start(self, folder: Path, tenant: str) -> None:
+        output = self._output(folder, tenant)
+        argv = [*batch_command(self._source(tenant), output), "--fairness-key", tenant]
+        with output.with_suffix(".log").open("ab") as log:
+            self._processes[tenant] = subprocess.Popen(argv, stdout=log, stderr=log)
+
+    def _wait_for(self, folder: Path, count: int) -> None:
         def there() -> bool:
-            has_ended = self._process.poll() is not None  # read first, so that its last writes count
-            if _num_lines(output) >= count:
+            running = [process.poll() is None for process in self._processes.values()]  # before the results are counted
+            if self._num_results(folder) >= count:
                 return True
-            if has_ended:
-                raise RuntimeError(f"the command ended too early:\n{output.with_suffix('.log').read_text()[-2000:]}")
+            if not any(running):
+                logs = "".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+                raise RuntimeError(f"the commands ended too early:\n{logs[-4000:]}")
             return False
 
         wait_until(there, f"{count} results")
 
     # Disturbances
 
-    def _command(self, output: Path) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._start(output)
+    def _command(self, folder: Path) -> None:
+        """Kill the command of a tenant that is still running, and start it again."""
+        running = [tenant for tenant, process in self._processes.items() if process.poll() is None]
+        tenant = self._random.choice(running)
+        self._processes[tenant].kill()
+        self._processes[tenant].wait()
+        self._start(folder, tenant)
 
-    def _worker(self, _output: Path) -> None:
+    def _worker(self, _folder: Path) -> None:
         name = self._random.choice(sorted(self._service.processes))
         self._service.kill(name)
         self._service.start_worker(name)
 
-    def _redis(self, _output: Path) -> None:
+    def _redis(self, _folder: Path) -> None:
         self._service.restart_redis()
 
 

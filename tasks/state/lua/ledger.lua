@@ -156,20 +156,27 @@ local function add_service(key, list, tokens, weights)
   end
 end
 
--- Returns the expected cost of a job in tokens, from its work and the mean cost of such work for this key, or else for the list.
+-- Returns the expected cost of a job in tokens, from its work and the mean cost of such work for this key, or else for the list. It is
+-- at most the largest recent cost of such a job in the list, and 1 before the first job has ended. Otherwise keys that return would be
+-- lifted to a service that was never received, and would stay behind after its correction.
 local function expected_cost(work, key, list)
   local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
   if not kind then return 1 end
-  local of_key, of_list = unpack(redis.call('HMGET', COSTS .. list, key .. '\0' .. kind, '/\0' .. kind), 1, 2)
-  return tonumber(num_units) * tonumber(of_key or of_list or 1)
+  local fields = {key .. '\0' .. kind, '/\0' .. kind, '//\0' .. kind}
+  local of_key, of_list, largest = unpack(redis.call('HMGET', COSTS .. list, unpack(fields)), 1, 3)
+  if not largest then return 1 end
+  return math.min(tonumber(num_units) * tonumber(of_key or of_list or 1), tonumber(largest))
 end
 
--- Includes the cost of a job in the mean cost of such work for its key and for its list.
+-- Includes the cost of a job in the mean cost of such work for its key and for its list, and in the largest recent cost.
 local MAX_COSTS = 20000
+local DECAY = 0.99 -- of the largest cost with each job, so that a rare job does not count for long
 local function learn_cost(id, key, list, cost)
   local kind, num_units = string.match(redis.call('HGET', JOB .. id, 'work') or '', '^(%S+) (%d+)')
   if not kind then return end
-  local costs, of_unit = COSTS .. list, cost / tonumber(num_units)
+  local costs, of_unit, most = COSTS .. list, cost / tonumber(num_units), '//\0' .. kind
+  local largest = math.max(cost, DECAY * tonumber(redis.call('HGET', costs, most) or 0))
+  redis.call('HSET', costs, most, string.format('%.6g', largest))
   for _, field in ipairs({key .. '\0' .. kind, '/\0' .. kind}) do
     local before = redis.call('HGET', costs, field)
     if before or redis.call('HLEN', costs) < MAX_COSTS then

@@ -154,6 +154,23 @@ def test_replies_are_never_replayed_in_another_scope(queue: Client) -> None:
 
 
 @pytest.mark.usefixtures("agents")
+def test_whole_conversation_continues_the_reply_of_a_job_with_a_parent_key(queue: Client) -> None:
+    turns: list[dict[str, Any]] = []
+    reply: dict[str, Any] = {}
+    for i in (4, 9, 14, 19):
+        turns.append({"role": "user", "content": f"What is in part {i}?"})
+        params: Any = {"temperature": temperature_of(number_of("hermes", i)), "return_tokens": True}
+        if reply and i < 19:
+            job = queue.chat("agent-hermes", turns[-1:], parent_key=reply["finish_key"], **params)
+        else:
+            job = queue.chat("agent-hermes", turns, **params)
+        before, reply = reply, dict(job.result(60))
+        assert reply["message"]["reasoning"]
+        assert reply["context_tokens"][: len(before.get("context_tokens", ()))] == before.get("context_tokens", [])
+        turns.append({"role": "assistant", "content": reply["text"]})  # without the reasoning
+
+
+@pytest.mark.usefixtures("agents")
 def test_template_renders_a_reply_whose_record_has_expired(gateway: GatewayProcess, redis_client: Redis) -> None:
     agent = AGENTS["messages"](gateway, "agent", "deepseek-r1", keeps_reasoning=False, question="Is it old?")
     run(agent, range(4, 6))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakeredis import FakeRedis
 
-from cellama.tasks.state.replies import Conversation
+from cellama.tasks.state.replies import Conversation, ParentTurn, parent_turn
 
 KEY = "ab" * 32
 CALL: dict[str, Any] = {
@@ -94,6 +94,58 @@ def test_reply_is_not_found_with_other_reasoning_tools_options_or_scopes(redis: 
         assert (found.replies, other.change_since(found.latest)) == ({}, (cause, None))
     found = conversation(turns, scope="b").find(redis)
     assert (found.replies, found.latest) == ({}, None)
+
+
+def after(redis: FakeRedis, messages: list[dict[str, Any]], key: str = KEY, tools: Any = TOOLS) -> Conversation:
+    """Return the conversation of a job with a parent_key."""
+    parent = parent_turn(redis, key)
+    assert isinstance(parent, ParentTurn)
+    return Conversation(("", "model"), options={}, tools=tools, messages=messages, parent=parent)
+
+
+def test_reply_of_a_job_with_a_parent_key_is_found_in_the_whole_conversation(redis: FakeRedis) -> None:
+    second, user = {"role": "assistant", "content": "Done.", "reasoning": "Ok."}, {"role": "user", "content": "And?"}
+    third = {"role": "assistant", "content": "No."}
+    for reply, parent, key in ((second, KEY, "cd" * 32), (third, "cd" * 32, "ef" * 32)):
+        for name, value in after(redis, [RESULT] if parent == KEY else [user], parent).records([(reply, key)], None, 0):
+            redis.set(name, value)
+    turns = [*HEAD, REPLY, RESULT, second, user, third, user]
+    renamed(turns := copy.deepcopy(turns))
+    whole = conversation(turns)
+    found = whole.find(redis)
+    assert {end: reply.key for end, reply in found.replies.items()} == {3: KEY, 5: "cd" * 32, 7: "ef" * 32}
+    assert found.latest is not None
+    assert (found.latest.key, whole.change_since(found.latest)) == ("ef" * 32, ("expired", None))  # all parts are equal
+    edited = conversation([*turns[:4], {**second, "reasoning": "Hm."}, *turns[5:]]).find(redis)
+    assert (edited.replies.keys(), edited.edited) == ({3}, 4)
+
+
+def test_reply_of_a_branch_leaves_the_latest_context_of_the_conversation(redis: FakeRedis) -> None:
+    for text, key in (("One.", "cd" * 32), ("Two.", "ef" * 32)):
+        for name, value in after(redis, [RESULT]).records([({"role": "assistant", "content": text}, key)], None, 0):
+            redis.set(name, value)
+    latest = conversation(HEAD).find(redis).latest
+    assert latest is not None
+    assert latest.key == "cd" * 32
+
+
+def test_reply_is_not_stored_when_its_job_has_other_tools_than_its_parent(redis: FakeRedis) -> None:
+    reply = ({"role": "assistant", "content": "Done."}, "cd" * 32)
+    assert after(redis, [RESULT]).records([reply], None, 0)
+    assert after(redis, [RESULT], tools=[]).records([reply], None, 0) == []
+    assert parent_turn(redis, "cd" * 32) is None
+
+
+def test_reply_is_found_when_its_reasoning_and_text_are_joined() -> None:
+    redis, user = FakeRedis(), {"role": "user", "content": "Why?"}
+    cut = {"role": "assistant", "content": "", "reasoning": "Let me"}
+    for message, key in (({**REPLY, "tool_calls": []}, KEY), (cut, "cd" * 32)):
+        for name, value in conversation(HEAD).records([(message, key)], None, 0):
+            redis.set(name, value)
+    for reply, key in (({"content": "Hm.Well."}, KEY), ({"content": "Let me"}, "cd" * 32), (cut, "cd" * 32)):
+        found = conversation([*HEAD, {"role": "assistant", **reply}, user]).find(redis)
+        assert {end: reply.key for end, reply in found.replies.items()} == {3: key}
+    assert conversation([*HEAD, {"role": "assistant", "content": ""}, user]).find(redis).replies == {}
 
 
 def test_reasoning_of_every_earlier_reply_is_compared(redis: FakeRedis) -> None:
