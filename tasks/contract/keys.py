@@ -2,7 +2,7 @@
 
 Jobs:
 
-`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL once the job has ended and Celery has stored its end.
+`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL after Celery has stored the end.
 `cellama:journal:{job_id}` (stream): The job's events, with the ids (seq+1)-0. TTL after the job has ended.
 `cellama:events:{db}:{job_id}` (channel): The same events, live. The name contains the database.
 `cellama:cancel:{job_id}` (string): Exists if the job must be cancelled. TTL.

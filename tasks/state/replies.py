@@ -84,7 +84,8 @@ def parent_turn(redis: Redis, key: str) -> ParentTurn | None:
     if not value:
         return None
     setup, state, latest_key, reasoning, num_calls, calls = json.loads(value)
-    latest = _latest(redis.get(latest_key))
+    stored: Any = redis.get(latest_key)
+    latest = _latest(stored)
     return ParentTurn(
         bytes.fromhex(setup),
         bytes.fromhex(state),
