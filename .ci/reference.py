@@ -64,7 +64,7 @@ def update_pages(only_check: bool) -> list[str]:
 
 
 def find(name: str) -> Any:
-    """Return the object with this dotted name, for instance `cellama.config.Settings`."""
+    """Return the object that a dotted name refers to, for instance `cellama.config.Settings`."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -250,7 +250,7 @@ def gateway_codes() -> str:
 
 
 def json_schema() -> str:
-    """Return the keywords of JSON Schema by group, and how strict and lenient mode handle them."""
+    """Return a table for each group of JSON Schema keywords, which shows how strict and lenient mode handle them."""
     keywords = find("cellama.engine.grammar.schema.keywords.KEYWORDS")
     return "\n".join(
         f"### {group.capitalize()}\n\n"
@@ -263,7 +263,7 @@ def json_schema() -> str:
 
 
 def json_schema_formats() -> str:
-    """Return the values of `format` that are enforced."""
+    """Return the values of the JSON Schema keyword `format` that are enforced."""
     formats = find("cellama.engine.grammar.schema.formats.FORMATS")
     return "- " + "\n- ".join(f"`{name}`" for name in formats) + "\n"
 

@@ -1,1 +1,1 @@
-"""The project's workloads, benchmarks and model writers."""
+"""Workloads, benchmarks, and programs that write model files."""

@@ -27,8 +27,13 @@ def main() -> None:
         epilog="\n".join(f"  {name:18} {question}" for name, question in questions.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=[*sorted(BENCHMARKS), ALL], metavar="NAME", help="name of a benchmark, or all")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark (see its --help)")
+    parser.add_argument(
+        "name",
+        choices=[*sorted(BENCHMARKS), ALL],
+        metavar="NAME",
+        help="name of the benchmark, or all to run every one",
+    )
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options for the benchmark (list them with NAME --help)")
     chosen = parser.parse_args()
     if chosen.name == ALL:
         raise SystemExit(1 if run(available, chosen.rest) else 0)

@@ -13,7 +13,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
 
 def redis_dir(data_dir: Path) -> Path:
-    """Return the embedded Redis server's directory, which contains its append-only file, its log, and `URL_FILE`."""
+    """Return the embedded Redis server's directory, which contains the append-only file, the log, and `URL_FILE`."""
     return data_dir / "redis"
 
 
@@ -25,7 +25,7 @@ def stored_url(directory: Path) -> RedisUrl | None:
 
 
 def with_stored_password(where: RedisUrl, data_dir: Path) -> RedisUrl:
-    """Return the URL, with the embedded Redis password added if the URL names this server without credentials."""
+    """Return the URL. If the URL names the embedded Redis server without credentials, add this server's password."""
     if where.kind != "server" or where.credentials or where.hosts[0][0] not in LOOPBACK_HOSTS:
         return where
     stored = stored_url(redis_dir(data_dir))

@@ -16,7 +16,7 @@ MODEL_ID_RULE = "a model id must not contain control characters, start with a co
 
 
 def id_of_source(source: str, taken: Collection[str] = ()) -> str:
-    """Derive an id from a source's file name, and append a number if the id is taken."""
+    """Derive a model id from a source's file name, and append a number if another model already has this id."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf")
     name = re.sub(f"[{_CONTROL}]", "", name).strip().lstrip(": ") or "model"
     number = 1

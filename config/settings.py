@@ -145,8 +145,8 @@ class ModelSettings(BaseModel):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the slots that is reserved for bulk jobs while interactive jobs are waiting, at least "
-        "one slot. 0 reserves no slots.",
+        description="Share of the slots to reserve for bulk jobs while interactive jobs are waiting. At least one slot "
+        "is reserved, unless the share is 0.",
     )
     threads: AutoInt = Field(
         default=None,
@@ -173,7 +173,7 @@ class ModelSettings(BaseModel):
     draft: str | None = Field(
         default=None,
         min_length=1,
-        description="Source of a small draft model, which drafts tokens in addition to the other methods.",
+        description="Source of a small draft model, which is used in addition to the other methods of drafting tokens.",
     )
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
         default="auto",
@@ -181,7 +181,7 @@ class ModelSettings(BaseModel):
     )
     control_tokens_in_text: bool = Field(
         default=False,
-        description="Parse control tokens in messages and reranked texts. This lets the authors of such texts forge "
+        description="Parse control tokens in messages and reranked texts. The authors of such texts can then forge "
         "turns.",
     )
     sampling: dict[str, JsonValue] | None = Field(
@@ -289,7 +289,7 @@ class Settings(BaseSettings):
         default=0.1,
         ge=0,
         le=1,
-        description="Cost of computing a prompt token, relative to generating a token. It is used for fair shares.",
+        description="Cost of a prompt token relative to the cost of a generated token, for use in fair shares.",
     )
     affinity: bool = Field(
         default=True,
@@ -384,8 +384,8 @@ class Settings(BaseSettings):
     )
     traces: bool = Field(
         default=False,
-        description="Export job spans from workers, gateways and producers with OpenTelemetry. Its environment "
-        "variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, …) set the destination.",
+        description="Export job spans from workers, gateways and producers with OpenTelemetry. To set the destination, "
+        "use OpenTelemetry's environment variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, …).",
     )
     trace_contents: bool = Field(default=False, description="Add prompts and generated text to spans.")
 

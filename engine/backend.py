@@ -1,4 +1,4 @@
-"""The interface between the engine and an inference library. `llama/` and `fake.py` implement it."""
+"""The interface between the engine and an inference library. `llama/` and `fake.py` implement this interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_FREE_CELLS, ABORTED = 1, 2  # return codes of llama_decode (llama.h) after wh
 
 
 class DecodeError(Exception):
-    """A failed decode call, with llama.cpp's return code (llama.h: llama_decode).
+    """Raised after a failed decode call, with llama.cpp's return code (llama.h: llama_decode).
 
     The code is 1 if no KV cells are free, 2 if the call was aborted, and -1 if the batch is invalid. Codes below -1 are
     fatal, and part of the batch may already have been computed.
@@ -45,7 +45,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """A loaded adapter. `fingerprint` is its file's SHA-256 hash, and `handle` identifies it in the backend."""
+    """A loaded adapter.
+
+    `fingerprint` is the SHA-256 hash of the adapter's file, and `handle` identifies the adapter in the backend.
+    """
 
     name: str
     fingerprint: str
@@ -69,7 +72,7 @@ def key_of(adapters: AdapterSet) -> AdapterKey:
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one slot in the batch of a step."""
+    """Consecutive tokens of one slot in a step's batch."""
 
     slot: int
     position: int  # position of the first token
@@ -80,7 +83,7 @@ class Chunk(NamedTuple):
 
     @property
     def drafts(self) -> list[int]:
-        """The draft tokens. Any tokens after them are padding, which makes chunks equally long."""
+        """The draft tokens. Any tokens after the draft tokens are padding, which makes all chunks equally long."""
         return self.tokens[1 : 1 + self.num_drafts]
 
 
@@ -115,13 +118,13 @@ class Sampler(Protocol):
         ...
 
     def bind(self) -> None:
-        """Apply the grammar, if one is given, to all following tokens."""
+        """Apply the request's grammar, if there is one, to all following tokens."""
         ...
 
     def forced_tokens(self) -> list[int]:
         """Return tokens for the text that the grammar requires next, or an empty list if several texts are possible.
 
-        The same text may also be represented by other tokens.
+        Other tokens may represent the same text.
         """
         ...
 
@@ -131,7 +134,7 @@ class SamplingPlan(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Descriptions of requested features that are not enforced."""
+        """Descriptions of the requested features that the backend doesn't enforce."""
         ...
 
 
@@ -145,10 +148,10 @@ class KvMemory(Protocol):
     partial_reuse: bool  # whether a slot can be truncated at any time
 
     def first_cut(self, slot: int) -> int:
-        """Return the smallest length to which a slot can be truncated. Any greater length is also possible.
+        """Return the smallest length to which a slot can be truncated.
 
-        The result is 0 if any length is possible, and it never exceeds the current length. A slot can always be
-        emptied.
+        The slot can also be truncated to any greater length. The result is 0 if the slot can be truncated to any
+        length, and never exceeds the current length. A slot can always be emptied.
         """
         ...
 
@@ -166,12 +169,12 @@ class KvMemory(Protocol):
     def copy(self, source: int, target: int, num_tokens: int, checkpoint: Any = None) -> bool:
         """Copy the first `num_tokens` positions of `source` to the empty slot `target`.
 
-        Return False if `target` is still empty.
+        Return False if nothing was copied.
         """
         ...
 
     def state_bytes(self, slot: int) -> int:
-        """Return the value of `nbytes` that the result of `save` would have."""
+        """Return the size in bytes that the result of `save` would have."""
         ...
 
     def save(self, slot: int) -> Any:
@@ -181,7 +184,7 @@ class KvMemory(Protocol):
     def restore(self, slot: int, data: Any, num_tokens: int, checkpoint: Any = None) -> bool:
         """Restore the first `num_tokens` positions of a saved state to an empty slot.
 
-        Return False if the slot is still empty.
+        Return False if nothing was restored.
         """
         ...
 
@@ -193,21 +196,22 @@ class KvMemory(Protocol):
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """Convert data from `portable` to a state or checkpoint. Return it with its number of tokens.
+        """Convert data from `portable` to a state or checkpoint.
 
-        Any thread may call this method. Writable buffers are not copied. Instead, the state takes ownership of them and
-        modifies them. Raises ValueError if the data is damaged.
+        Return the state or checkpoint with its number of tokens. Any thread may call this method. Writable buffers are
+        not copied. Instead, the state takes ownership of the buffers and modifies them. Raises ValueError if the data
+        is damaged.
         """
         ...
 
     def checkpoint_bytes(self, slot: int) -> int:
-        """Return the value of `nbytes` that the result of `checkpoint` would have."""
+        """Return the size in bytes that the result of `checkpoint` would have."""
         ...
 
     def checkpoint(self, slot: int) -> Any:
-        """Return a checkpoint of the slot.
+        """Return a checkpoint of the slot at its current length.
 
-        With a checkpoint, `trim`, `copy` and `restore` can truncate a state to the slot's current length.
+        `trim`, `copy` and `restore` can later use this checkpoint to truncate a state to the same length.
         """
         ...
 

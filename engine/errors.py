@@ -19,7 +19,7 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """A parameter or a text is invalid. The message contains the parameter, its value and a remedy."""
+    """A parameter or an input is invalid. The message contains the name, the value and a remedy."""
 
     code = "invalid_request"
 
@@ -49,7 +49,7 @@ class ModelNotLoaded(EngineError):
 
 
 class ModelLoadFailed(EngineError):
-    """The source is missing, damaged or not supported. The model is removed from memory."""
+    """The model's source is missing, damaged or not supported. No part of the model stays in memory."""
 
     code = "model_load_failed"
 
@@ -61,7 +61,10 @@ class IdTaken(ModelLoadFailed):
 
 
 class InsufficientMemory(ModelLoadFailed):
-    """The model needs more memory than is available. The attributes contain the device and the sizes."""
+    """The model needs more memory than is available.
+
+    The attributes contain the device, and the required and available bytes.
+    """
 
     code = "insufficient_memory"
 
@@ -73,7 +76,7 @@ class InsufficientMemory(ModelLoadFailed):
 
 
 class AdapterLoadFailed(EngineError):
-    """The file is missing, damaged, not a LoRA adapter, or made for another model."""
+    """The adapter's file is missing or damaged, is not a LoRA adapter, or was made for another model."""
 
     code = "adapter_load_failed"
 
@@ -150,7 +153,7 @@ class EngineStopped(EngineError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the last part of an error message about an unknown name.
 
-    It suggests the most similar known name, or else lists all known names.
+    This part suggests the most similar known name, or else lists all known names.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

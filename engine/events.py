@@ -55,7 +55,7 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Durations in milliseconds since submission, and rates in tokens per second.
+    """A request's durations in milliseconds since submission, and its rates in tokens per second.
 
     Values that can't be measured are None.
     """
@@ -71,7 +71,10 @@ class RequestTimings:
 
 
 class Context:
-    """The tokens of a prompt and its output, and the conditions for continuing them. Any thread may use it."""
+    """The tokens of a prompt and its output, and the conditions under which a request can continue these tokens.
+
+    Any thread may use it.
+    """
 
     __slots__ = ("_key", "adapters", "generated", "identity", "prompt", "scope")
 
@@ -142,9 +145,10 @@ class Completion:
 
     @property
     def finish_key(self) -> str | None:
-        """The key of the prompt and the output. To continue them, a later request passes this key as `parent_key`.
+        """The key of the context, which consists of the prompt and the output.
 
-        The key is computed by the first thread that reads it. If `cache_prompt` is False, the key is None.
+        To continue the context, a later request passes this key as `parent_key`. The key is computed by the first
+        thread that reads it. If `cache_prompt` is False, the key is None.
         """
         return None if self.context is None else self.context.key
 
@@ -162,7 +166,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Final text, and the ids of the tokens sampled since the last event.
+    """Text that is final, and the ids of the tokens sampled since the last event.
 
     Some of these tokens may belong to text that is still held back. The event at the end of the reasoning contains the
     complete reasoning as its text.
@@ -180,7 +184,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The only terminal event of a request. It contains either a completion or an error."""
+    """The only terminal event of a request. The event contains either a completion or an error."""
 
     request_id: str
     completion: Completion | None = None
@@ -214,7 +218,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Measurements of a finished request. Durations start at submission. Values that don't exist are None."""
+    """Measurements of a finished request. Durations are measured from submission. Values that don't exist are None."""
 
     model: str  # id of the model
     at: float  # end of the request, in Unix seconds

@@ -1,4 +1,4 @@
-"""Deterministic backends without llama.cpp, which strictly check how tests use them.
+"""Deterministic backends for tests. They don't use llama.cpp, and strictly check how they are used.
 
 A token is a byte, and token 256 ends a generation. The next token is a hash of *the contents of the slot's KV cache*. A
 wrong position, a lost cell or swapped slots therefore change the generated text.
@@ -81,7 +81,7 @@ class FakeCheckpoint:
 class FakeBackend:
     """A backend that stores the tokens of every slot as its KV cache.
 
-    `failures` contains the return codes of the next decode calls.
+    `failures` contains the return codes with which the next decode calls will fail.
     """
 
     n_slots: int = 4
@@ -131,7 +131,7 @@ class FakeBackend:
         return 0 if self.partial_reuse and (not self.window or num_tokens <= self.window) else num_tokens
 
     def lose_what_the_window_passed(self, slot: int) -> None:
-        """Drop the cells before the sliding window, as if other slots had used them."""
+        """Drop the cells before the sliding window, as if other slots had reused these cells."""
         if self.window:
             self.num_lost[slot] = max(self.num_lost[slot], len(self.cells[slot]) - self.window)
 
@@ -289,7 +289,7 @@ class FakePlan:
 
 @dataclass
 class FakeSampler:
-    """A sampler that is greedy without a seed.
+    """A sampler that is greedy if the request has no seed.
 
     With a seed, every token depends on the seed, the position and the mirostat state.
     """

@@ -114,7 +114,7 @@ class EngineOptions:
 
     @property
     def bulk_slots(self) -> int:
-        """The number of slots guaranteed by `bulk_share`.
+        """The number of slots that `bulk_share` guarantees to bulk requests.
 
         A share above 0 guarantees at least one slot, but never all slots.
         """
@@ -129,7 +129,7 @@ class EngineOptions:
 
     @property
     def logit_rows(self) -> int:
-        """The maximum number of tokens in a decode call that have logits: one per slot, and some draft tokens."""
+        """The maximum number of tokens with logits in a decode call: one per slot, and some draft tokens."""
         slots = self.num_slots
         rows = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
         return min(self.pass_tokens, rows)
@@ -163,7 +163,7 @@ class EngineOptions:
 
     @property
     def saved_bytes(self) -> int:
-        """The RAM quota for KV states: `cache_ram_bytes`, or its default if loading has not chosen a value."""
+        """The RAM quota for KV states: `cache_ram_bytes`, or its default if no value was chosen during loading."""
         return DEFAULT_SAVED_BYTES if self.cache_ram_bytes is None else self.cache_ram_bytes
 
     @property
@@ -188,7 +188,7 @@ class EngineOptions:
     def held_bytes(self) -> int:
         """Maximum size in bytes of the saved states in RAM.
 
-        This includes states that are being read from disk or waiting to be written to it.
+        The total includes states that are being read from disk or waiting to be written to disk.
         """
         return self.saved_bytes + self.queue_bytes + self.warm_bytes
 

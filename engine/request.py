@@ -19,7 +19,7 @@ from .errors import InvalidRequest, check, check_int, check_length, check_number
 class TokenLogprob:
     """The log-probabilities of a token and of the most likely tokens at its position.
 
-    They are natural logarithms, computed before penalties, temperature and filters are applied.
+    The values are natural logarithms, computed before penalties, temperature and filters are applied.
     """
 
     token: int
@@ -30,7 +30,7 @@ class TokenLogprob:
 
 
 def text_of_bytes(data: bytes) -> str:
-    """Return the text for a token's bytes.
+    """Return a token's bytes as text.
 
     Bytes that are not valid UTF-8, such as part of a character, are written in OpenAI's format: `bytes:\\xe2\\x82`.
     """
@@ -41,7 +41,7 @@ def text_of_bytes(data: bytes) -> str:
 
 
 def with_texts(entry: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenLogprob:
-    """Return the entry with the texts of its tokens added."""
+    """Return a copy of the entry that also contains the texts of its tokens."""
     tops = tuple(text_of_bytes(token_bytes(token)) for token, _ in entry.top)
     return replace(entry, text=text_of_bytes(token_bytes(entry.token)), top_texts=tops)
 
@@ -184,7 +184,7 @@ class SamplingParams:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether sampling is greedy and nothing else reads or changes the logits."""
+        """Whether sampling is greedy, and no other feature reads or changes the logits."""
         changed = self.has_penalties or self.logit_bias or self.has_dry or self.min_tokens or self.logprobs is not None
         return self.is_greedy and not changed and not self.is_constrained
 
@@ -218,8 +218,8 @@ def _plain(name: str, value: Any) -> Any:
 def sampling_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
     """Return sampling parameters with the given values, and the model's defaults for all other parameters.
 
-    The defaults must come from `defaults_of`. A given schema, regular expression or grammar replaces the default one.
-    Raises InvalidRequest.
+    The defaults must come from `defaults_of`. If a schema, a regular expression or a grammar is given, it replaces the
+    model's default constraint. Raises InvalidRequest.
     """
     if any(given.get(name) is not None for name in CONSTRAINTS):
         replaced = {*CONSTRAINTS, "strict_schema", *(["grammar_root"] if "grammar" in defaults else [])}
@@ -254,7 +254,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The fairness key and weights by which a request shares the slots with others. Raises InvalidRequest.
+    """The fairness key and weights that determine a request's share of the slots. Raises InvalidRequest.
 
     Waiting requests with the same priority take turns by key, so that each key gets the same number of computed tokens
     per weight. Slashes separate the levels of a key.
@@ -319,7 +319,7 @@ class Request:
 
     @property
     def called_mode(self) -> Mode:
-        """Whether the caller receives the text at the end or in chunks, for telemetry."""
+        """How the caller receives the text, for telemetry: at the end or in chunks."""
         return self.mode or ("stream" if self.stream else "generate")
 
     @property
@@ -329,7 +329,7 @@ class Request:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether a reader is waiting for each token. Otherwise, the request is bulk work."""
+        """Whether a reader is waiting for each token. A request that is not interactive is bulk work."""
         return self.priority <= INTERACTIVE_PRIORITY
 
     def _check_adapters(self) -> None:

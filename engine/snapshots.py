@@ -166,7 +166,7 @@ class ManagerSnapshot:
     def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:
         """Return the totals for all parts of these models.
 
-        A figure that a part doesn't count is treated as 0 for that part.
+        If a part doesn't have a figure, the figure counts as 0 for this part.
         """
         parts = [part for model in models for part in model.parts]
         names = [field.name for field in fields(cls) if field.name not in ("phase", "models")]

@@ -53,7 +53,7 @@ class RefusalAwareConnection(Connection):  # type: ignore[misc]
 
 
 class RefusalAwareAMQP(AMQP):  # type: ignore[misc]
-    """Celery's AMQP class, modified to create RefusalAwareConnections."""
+    """Celery's AMQP class, modified to create connections of the class RefusalAwareConnection."""
 
     Connection = RefusalAwareConnection
 
@@ -62,8 +62,8 @@ class BoundedDispatcher(EventDispatcher):  # type: ignore[misc]
     """Celery's event dispatcher, with a limit on retries.
 
     Events that Redis does not accept are kept for the next connection. Celery retries a worker's heartbeat until Redis
-    answers. If a heartbeat is due before the worker detects that its connection is lost, these retries would block the
-    event loop. A worker that receives SIGTERM during that time would not stop.
+    answers. If a heartbeat were due before the worker detects that its connection is lost, these retries would block
+    the event loop. A worker that receives SIGTERM during that time would not stop.
     """
 
     def send(self, type: str, *args: Any, retry: bool = False, retry_policy: Any = None, **fields: Any) -> None:
@@ -78,7 +78,7 @@ class BoundedEvents(Events):  # type: ignore[misc]
 
 
 class WorkerLogging(Logging):  # type: ignore[misc]
-    """Celery's logging, in cellama's format. Workers of other apps in the same program keep Celery's own format."""
+    """Celery's logging, in cellama's format. Workers of other apps in the same process keep Celery's own format."""
 
     def setup_logging_subsystem(self, *args: Any, **options: Any) -> Any:
         signals.setup_logging.connect(_set_up_logging)
@@ -116,7 +116,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
         """Return a connection as Celery does.
 
-        A purge over this connection also cancels the jobs whose messages it removes.
+        A purge over this connection also cancels the jobs whose messages are removed.
         """
         from cellama.tasks.broker.control import purge_queue, purging_with
 
@@ -136,7 +136,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Exit a starting worker with Exit.CONFIG if the installed libraries lack a part that it needs."""
+    """Exit a starting worker with Exit.CONFIG if the installed libraries lack a part that cellama needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
@@ -163,7 +163,7 @@ def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
 
 
 def _remove_traceback_of_reject(record: logging.LogRecord) -> bool:
-    """Remove the traceback of a Reject from a log record, because an attempt that is handed back has not failed."""
+    """Remove a Reject's traceback from a log record, because handing an attempt back is not a failure."""
     if record.exc_info and isinstance(record.exc_info[1], Reject):
         record.exc_info = None
     return True

@@ -1,4 +1,4 @@
-"""Define the Celery tasks, one for each kind of job. Calls are checked before anything is queued.
+"""Define the Celery tasks, one for each kind of job. Calls are checked before any job is queued.
 
 `tasks/calls` turns calls into messages, and `tasks/attempt` implements what the tasks do in a worker.
 """
@@ -106,11 +106,11 @@ class JobTask(Task):  # type: ignore[misc]
         """Queue the job on its model's queue with its priority. docs/canvas.md describes Celery's options.
 
         With `idempotency_key`, a second call with the same key returns the job of the first call for as long as its
-        result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). A key
-        that was used with different parameters is refused. `fairness_key` names the tenant for which the job runs
-        (docs/fair-share.md), by default the `cache_scope` or the setting `default_fairness_key`. Raises InvalidJob,
-        RedisFull or RedisUnreachable. An invalid step of a canvas does not raise, but fails on its own. After
-        RedisUnreachable, a call with `task_id=error.job_id` queues the job unless the first call already did.
+        result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). If a key
+        was already used with different parameters, the call is refused. `fairness_key` names the tenant for which the
+        job runs (docs/fair-share.md), by default the `cache_scope` or the setting `default_fairness_key`. Raises
+        InvalidJob, RedisFull or RedisUnreachable. An invalid step of a canvas does not raise, but fails on its own.
+        After RedisUnreachable, a call with `task_id=error.job_id` queues the job unless the first call already did.
         """
         require_parts(*PRODUCER_PARTS)
         is_next_step = is_sending_next_step()
@@ -131,9 +131,9 @@ class JobTask(Task):  # type: ignore[misc]
 
     @property
     def _ledger(self) -> Ledger:
-        """Return the ledger for submissions.
+        """Return the ledger to which jobs are submitted.
 
-        It never rejects chunks of bulk runs, or canvas steps that workers queue.
+        This ledger never rejects chunks of bulk runs, or canvas steps that workers queue.
         """
         return Ledger(self.backend.client, rejects=self.app.runtime is None and self.name != TASK_CHUNK)
 
@@ -202,7 +202,7 @@ class JobTask(Task):  # type: ignore[misc]
     ) -> list[Checked]:
         """Check many calls, and return their jobs, which all have the same fairness key.
 
-        Raises InvalidJob, which lists all problems with their calls' indices.
+        Raises InvalidJob, which lists each problem with the index of its call.
         """
         refuse_eager(self.app)
         calls = list(calls)
@@ -273,7 +273,7 @@ class JobTask(Task):  # type: ignore[misc]
         return TemplateKey(task=self.name, is_bulk=is_bulk, pid=os.getpid(), thread_id=self.app.thread_oid)
 
     def _publish(self, producer: Producer, job: Checked) -> None:
-        """Publish the message as Celery does, but without a subscription to the result of each job."""
+        """Publish the message as Celery does, but don't subscribe to the job's result."""
         amqp, options = self.app.amqp, job.options
         message = amqp.create_task_message(
             options["task_id"],
@@ -312,7 +312,7 @@ class JobTask(Task):  # type: ignore[misc]
         )
 
     def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any], fairness_key: Any) -> TaskCall:
-        """Return the call in a message from plain Celery, without checking it. An invalid fairness key is ignored."""
+        """Return the unchecked call from a plain Celery message. An invalid fairness key is ignored."""
         priority = plain_priority(kwargs, delivery.get("priority"))
         queue = plain_queue(kwargs, args, str(delivery.get("routing_key")))
         key = fairness_key if is_fairness_key(fairness_key) else None

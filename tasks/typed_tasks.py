@@ -32,14 +32,14 @@ from .jobs import TASKS
 
 
 class BaseParams(TypedDict, total=False):
-    """Parameters of any kind of job."""
+    """Parameters of the parameters that all kinds of jobs have."""
 
     priority: int
     timeout: float | None
 
 
 class ReadingParams(BaseParams, total=False):
-    """Parameters of a job that prefills a prompt."""
+    """Parameters of the parameters of jobs that prefill a prompt."""
 
     parent_key: str | None
     cache_scope: str
@@ -47,7 +47,7 @@ class ReadingParams(BaseParams, total=False):
 
 
 class GenerationParams(ReadingParams, total=False):
-    """Parameters of a job that generates text."""
+    """Parameters of the parameters of jobs that generate text."""
 
     max_tokens: int
     temperature: float
@@ -94,7 +94,7 @@ class GenerationParams(ReadingParams, total=False):
 
 
 class ConversationParams(BaseParams, total=False):
-    """Parameters of a job with the messages of a chat."""
+    """Parameters of the parameters of jobs whose prompt consists of chat messages."""
 
     system: str | None
     tools: Sequence[Tool]
@@ -105,7 +105,7 @@ class ConversationParams(BaseParams, total=False):
 
 
 class RepliedParams(ConversationParams, total=False):
-    """Parameters of a conversation in which a reply follows or continues the last message."""
+    """Parameters of a conversation in which the reply either follows the last message or continues it."""
 
     add_generation_prompt: bool
     continue_final_message: bool | None
@@ -149,7 +149,7 @@ class EmbedCall(EmbedParams, total=False):
 
 
 class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
-    """One vector per text, of unit length unless `normalize` is false. A text can be passed as token ids."""
+    """One vector per string or list of token ids, of unit length unless `normalize` is false."""
 
     def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
 
@@ -169,7 +169,7 @@ class GenerateCall(GenerateParams, total=False):
 
 
 class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """Text that continues a prompt, or fills the gap before a suffix. The prompt is a text or a list of token ids."""
+    """Text that continues a prompt, or fills the gap before a suffix. The prompt is a string or a list of token ids."""
 
     def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
 

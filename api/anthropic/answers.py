@@ -15,7 +15,7 @@ _MAX_TRIES = 8  # positions to try from the end, because the last ones may follo
 def completed(text: str) -> str:
     """Close a truncated JSON text after its last complete member: `{"a": [1, {"b": "c` becomes `{"a": [1, {}]}`.
 
-    A truncated string is dropped. Return `{}` if nothing is complete.
+    A truncated string is dropped. Return `{}` if no member is complete.
     """
     positions: list[tuple[int, str]] = []  # where the text may be closed, and the closing brackets
     open_, in_text, at = "", False, 0
@@ -97,7 +97,10 @@ def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, An
 
 
 def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return the stop reason for a result or a `done` event. A timed-out answer is reported as cut off."""
+    """Return the stop reason for a result or a `done` event.
+
+    A timed-out answer is reported as `max_tokens`, like a truncated answer.
+    """
     reason, sequence = end["finish_reason"], end.get("stop_sequence")
     if reason == "stop":
         if end.get("tool_calls"):
@@ -147,7 +150,10 @@ def message_of(
 
 
 def thinking_block(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
-    """Return a reasoning block. If the text is hidden, the signature is also hidden because it would not match."""
+    """Return a reasoning block.
+
+    If the text is hidden, the signature is also hidden, because the signature would not match the hidden text.
+    """
     return {"type": "thinking", "thinking": text if is_shown else "", "signature": signature if is_shown else ""}
 
 

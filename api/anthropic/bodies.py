@@ -74,7 +74,10 @@ def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_duplicates(unmapped: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
-    """Raise InvalidJob if a parameter is given under both of its names. Template arguments are merged instead."""
+    """Raise InvalidJob if a parameter is given under both of its names.
+
+    Template arguments that are given under both names are merged.
+    """
     for name in unmapped.keys() & mapped.keys() - {"template_args"}:
         raise InvalidJob(
             f"{name} is {shorten(unmapped[name])}, but {_ANTHROPIC_NAMES[name]} is also given; leave one out"
@@ -110,7 +113,7 @@ def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 def _thinks(thinking: Any) -> bool:
     """Return whether the model should reason.
 
-    By default, it does not, because Anthropic clients read the text from the first block.
+    By default, the model does not reason, because Anthropic clients read the text from the first block.
     """
     if thinking is None:
         return False
@@ -176,7 +179,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if kind not in (None, "custom"):
         raise InvalidJob(
             f"{where}.type is {shorten(kind)}, but only tools of type custom, which you run yourself, are supported; "
-            "define it with an input_schema"
+            "define the tool with an input_schema"
         )
     for name, value in tool.items():
         harmless = value is None or name in (*_USED_MEMBERS, *_IGNORED_MEMBERS)
@@ -209,5 +212,5 @@ def choice_of(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidJob(f"tool_choice.type is {shorten(kind)}; it must be auto, any, tool or none")
     if kind == "any" and not tools:
-        raise InvalidJob("tool_choice.type is any, but no tools are given; add some")
+        raise InvalidJob("tool_choice.type is any, but no tools are given; add at least one")
     return {**params, "tool_choice": _CHOICES[kind]}

@@ -33,7 +33,7 @@ def messages_of(system: Any, turns: Any) -> list[dict[str, Any]]:
 
 
 def _system_of(system: Any) -> str:
-    """Return the system prompt without the billing line, which would keep requests from sharing a prefix."""
+    """Return the system prompt without the billing line, which would prevent requests from sharing a prefix."""
     if system is None:
         return ""
     texts = [_text(block, f"system.{index}") for index, block in enumerate(_blocks(system, "system"))]
@@ -124,7 +124,7 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, An
 
 
 def _reasoning(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the reasoning and its signature if they are not empty. An answer may lack both."""
+    """Return the reasoning and its signature if they are not empty. Answers without reasoning have neither."""
     reasoning = {"reasoning": _string(block, "thinking", where)}
     if block.get("signature") is not None:
         reasoning["signature"] = _string(block, "signature", where)

@@ -1,6 +1,7 @@
 """Define how each of Anthropic's parameters is handled. The documentation is generated from this table.
 
-A parameter that is not in the table must be a job parameter (docs/reference/parameters.md). Otherwise, it is rejected.
+A parameter that is not in the table must be a job parameter (docs/reference/parameters.md). All other parameters are
+rejected.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class TextBlock(TypedDict):
 
 
 class SentToolUse(TypedDict):
-    """A tool call by the model that the client sends back."""
+    """A model's tool call, which the client sends back."""
 
     type: Literal["tool_use"]
     id: str
@@ -41,7 +41,7 @@ class SentToolResult(TypedDict):
 
 
 class SentThinking(TypedDict):
-    """Reasoning from the model that the client sends back."""
+    """A model's reasoning, which the client sends back."""
 
     type: Literal["thinking"]
     thinking: str
@@ -58,7 +58,7 @@ class UserTurn(TypedDict):
 
 
 class AssistantTurn(TypedDict):
-    """A message from the model that the client sends back."""
+    """A model's message, which the client sends back."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -209,7 +209,7 @@ class InputTokens(TypedDict):
 
 
 class AnthropicErrorDetails(TypedDict):
-    """The features in the request that the gateway doesn't support."""
+    """The request's features that are not supported."""
 
     error_code: str
     unsupported: list[str]

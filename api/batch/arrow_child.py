@@ -1,9 +1,9 @@
 """Read and write Parquet and Arrow files in a separate process, so that the command doesn't keep pyarrow in memory.
 
 `arrow_process` starts this file by its path: `arrow_child.py read|write OPTIONS`, with the options as JSON. The process
-doesn't import any cellama module. It exchanges JSON lines through stdin and stdout. `read` prints the column names,
-followed by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with the
-member `error`.
+doesn't import any cellama module. The process exchanges JSON lines through stdin and stdout. `read` prints the column
+names, followed by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with
+the member `error`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def batches_of(source: dict[str, Any]) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:
-    """Open a file or URL. Return its schema and an iterator over its rows in batches."""
+    """Open a file or URL. Return the table's schema and an iterator over its rows in batches."""
     path = source["path"]
     if "://" in path:
         import fsspec
@@ -72,7 +72,7 @@ def read(source: dict[str, Any], out: BinaryIO) -> None:
     schema, batches = batches_of(source)
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
-        raise ValueError(f"it has several columns {twice[0]!r}; rename one of them")
+        raise ValueError(f"several columns are named {twice[0]!r}; rename all but one")
     out.write(json.dumps(schema.names).encode() + b"\n")
     for batch in batches:
         for row in batch.to_pylist():
@@ -141,7 +141,7 @@ def column_of(rows: list[dict[str, Any]], field: pyarrow.Field, embedding: str) 
 def write(options: dict[str, Any], stdin: BinaryIO) -> None:
     """Write the rows from stdin to a file.
 
-    With an `input`, add the columns of its rows to the rows with the same numbers.
+    If there is an `input`, each output row also contains the columns of the input row with the same number.
     """
     fixed = {name: pyarrow.type_for_alias(alias) for name, alias in options["types"].items()}
     embedding = options[EMBEDDING]

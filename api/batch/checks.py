@@ -1,4 +1,4 @@
-"""Check a run's files before the run starts. The input must be text, and the output must have a suitable name."""
+"""Check a run's options, its input's encoding and its output's name before the run starts."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
         raise InvalidJob("--limit and --sample can't be combined; leave one of them out")
     for name, count in (("limit", options.limit), ("sample", options.sample)):
         if count is not None and count < 1:
-            raise InvalidJob(f"{name}: {count} is not a number of rows; it must be at least 1")
+            raise InvalidJob(f"{name}: {count} is not a valid number of rows; it must be at least 1")
     if options.sample is not None and options.input == STANDARD:
         raise InvalidJob("--sample: stdin can be read only once; use a file, or --limit")
     if kind.is_table and options.params.get("n", 1) != 1:
         raise InvalidJob(
-            f"n: {options.params['n']} results of a line don't fit into a row of {str(options.output)!r}; write them "
+            f"n: {options.params['n']} results of a line don't fit into one row of {str(options.output)!r}; write them "
             "to a .jsonl file"
         )
 

@@ -103,7 +103,7 @@ def _estimate(redis: Redis, app: CellamaApp, work: WorkFile, invalid: list[dict[
 
 
 def _prompt_of(line: StoredLine) -> str:
-    """Return the text that the model receives, without the chat template's control tokens."""
+    """Return the prompt's text as the model receives it, without the chat template's control tokens."""
     if line.kind == "chat":
         system = line.params.get("system")
         turns = [*([{"role": "system", "content": system}] if system else []), *line.params["messages"]]
@@ -155,7 +155,7 @@ def _dimensions(redis: Redis, lines: Iterable[StoredLine]) -> int:
 
 
 def _seconds(redis: Redis, names: set[str], prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Return the time that all workers together need for these tokens, or None if no rate has been measured yet."""
+    """Return the seconds that all workers together need for these tokens, or None if no rate has been measured."""
     prompts = completions = 0.0
     for model in _models(redis, names):
         for state in (model.get("engine"), model.get("embedder")):

@@ -68,7 +68,10 @@ class OutputKind:
 
     @property
     def is_appended(self) -> bool:
-        """Return whether results are appended as they arrive. Other outputs are written when the run ends."""
+        """Return whether results are appended to the output as they arrive.
+
+        Results in other formats are written when the run ends.
+        """
         return self.format == "jsonl" and not self.compression
 
     @property
@@ -85,10 +88,10 @@ def output_kind(path: Path) -> OutputKind:
     suffix, compression = _suffixes(path)
     if suffix in _NOT_WRITTEN or path.suffix.lower() in _NOT_WRITTEN:
         raise InvalidJob(
-            f"results can't be written to {str(path)!r}, because {path.suffix[1:].lower()} is not a format of bulk "
-            "runs; use .jsonl, .csv, .tsv, .parquet or .arrow, also with .gz or .zst after a text format"
+            f"results can't be written to {str(path)!r}, because {path.suffix[1:].lower()} is not an output "
+            "format; use .jsonl, .csv, .tsv, .parquet or .arrow (text formats also with .gz or .zst)"
         )
     found = OutputKind(_OUTPUTS.get(suffix, "jsonl"), compression)
     if compression and found.format in COLUMNAR:
-        raise InvalidJob(f"{str(path)!r}: {found.format} files compress themselves; remove {path.suffix!r}")
+        raise InvalidJob(f"{str(path)!r}: {found.format} files are already compressed; remove {path.suffix!r}")
     return found

@@ -1,4 +1,4 @@
-"""Run rows in memory, which are a pandas or polars DataFrame, an Arrow table, or a list of dictionaries or texts."""
+"""Run rows that are in memory: a pandas or polars DataFrame, an Arrow table, or a list of dictionaries or strings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_rows(
     """
     library = _library_of(data)
     if output is not None and output_kind(Path(output)).format not in COLUMNAR:
-        raise InvalidJob(f"output: {str(output)!r} can't keep all types of the result; use a .parquet or .arrow file")
+        raise InvalidJob(f"output: {str(output)!r} can't store all types in the result; use a .parquet or .arrow file")
     with tempfile.TemporaryDirectory(prefix="cellama-batch-") as directory:
         source = Path(directory) / ("input.parquet" if library else "input.jsonl")
         if library:
@@ -50,7 +50,7 @@ def _library_of(data: Any) -> str:
     name = type(data).__module__.partition(".")[0]
     if name in ("pandas", "polars", "pyarrow"):
         if type(data).__name__ not in ("DataFrame", "Table"):
-            raise InvalidJob(f"input: a {type(data).__name__} of {name} is not a table; pass a DataFrame or a Table")
+            raise InvalidJob(f"input: a {name} {type(data).__name__} is not a table; pass a DataFrame or a Table")
         return name
     if isinstance(data, (Mapping, bytes)) or not isinstance(data, Iterable):
         raise InvalidJob(f"input: {type(data).__name__} is not supported; pass a path, a table, or a list of rows")
@@ -72,14 +72,14 @@ def _write_table(table: Any, path: Path) -> None:
 
 
 def _write_rows(data: Iterable[Any], path: Path) -> bool:
-    """Write rows as JSON lines. Return whether the rows are texts."""
+    """Write rows as JSON lines. Return whether the rows are strings."""
     are_texts = False
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(data):
             are_texts = isinstance(row, str)
             if not are_texts and not isinstance(row, Mapping):
                 raise InvalidJob(
-                    f"input: row {number} is of type {type(row).__name__}; it must be a dictionary or a text"
+                    f"input: row {number} is of type {type(row).__name__}; it must be a dictionary or a string"
                 )
             file.write(json.dumps({"text": row} if are_texts else dict(row), default=str) + "\n")
     return are_texts
@@ -109,7 +109,7 @@ def _result_of(path: Path, library: str) -> Any:
 
 
 def _nothing(data: Any, library: str) -> Any:
-    """Return an empty result if no row has a result."""
+    """Return an empty object of the input's kind, which is the result if no row has a result."""
     if not library:
         return []
     return data.slice(0, 0) if library == "pyarrow" else data.head(0)

@@ -38,10 +38,11 @@ ID_COLUMNS = ("custom_id", "id")  # names of the id column if none is given
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """How a row's columns become a job.
+    """Defines how a row's columns become a job.
 
-    The prompt is the filled `template`, the `column`, or the only column except the id, in this order. If `id` is not
-    set, a column in ID_COLUMNS is used if one exists. With `keeps_all`, results keep all columns, as needed for tables.
+    The prompt is the filled `template` if there is one, otherwise the `column`, otherwise the only column except the
+    id. If `id` is not set, a column in ID_COLUMNS is used if one exists. With `keeps_all`, results keep all columns, as
+    needed for tables.
     """
 
     column: str | None = None
@@ -80,7 +81,7 @@ class BatchLine:
     def is_repeatable(self) -> bool:
         """Return whether identical lines have the same result.
 
-        This applies to embeddings, rankings and single greedy completions.
+        Identical embedding, ranking and single greedy completion requests have the same result.
         """
         return self.kind in ("embed", "rerank") or (self._is_greedy and self.params.get("n", 1) == 1)
 
@@ -128,9 +129,9 @@ def read_lines(
 ) -> Iterator[BatchLine | BadLine]:
     """Yield each line or row of an input. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    With `chosen`, only the lines with these indexes, counted from 0, are read. `check` is called with each JSON line's
-    number and object before the line is validated, and may raise an error. Raises InvalidJob if the input does not have
-    this format or lacks a column.
+    If `chosen` is given, only the lines whose indexes it contains, counted from 0, are read. `check` is called with
+    each JSON line's number and object before the line is validated, and may raise an error. Raises InvalidJob if the
+    input does not have this format or lacks a column.
     """
     if format_ == "jsonl" and mapping.id is not None and not mapping.is_given:
         raise InvalidJob(
@@ -177,7 +178,7 @@ class RowJobs:
         self._prefix = "line-" if format_ == "jsonl" else ""  # of ids that count rows
         self._kind = mapping.as_kind or ("prompt" if defaults.params.get("system") is None else "chat")
         if self._kind != "chat" and defaults.params.get("system") is not None:
-            raise InvalidJob(f"system: it only applies to chats, and the rows become {self._kind}s; use --as chat")
+            raise InvalidJob(f"system: only chats can have a system message, but --as is {self._kind}; use --as chat")
         given = "path" if format_ == "directory" and mapping.id is None else mapping.id
         self._id = given or next((name for name in names if name.lower() in ID_COLUMNS), None)
         if self._id is not None and self._id not in names:
@@ -235,7 +236,7 @@ def _from_object(number: int, value: Mapping[str, Any], defaults: Defaults, mapp
 
 
 def _for_table(line: BatchLine | BadLine) -> BatchLine | BadLine:
-    """Return a BadLine if a line has more than one result, because a table row can contain only one result."""
+    """Return a BadLine if a line has more than one result, because a row of the output has only one result."""
     if isinstance(line, BadLine):
         return line
     if line.kind == "rerank":
@@ -274,7 +275,7 @@ def _rerank_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body without large members that the job's parameters already contain."""
+    """Return the body without its large members, which the job's parameters already contain."""
     return {name: value for name, value in body.items() if name not in ("input", "documents", "query")}
 
 
@@ -350,7 +351,7 @@ class StoredLine:
 
 
 def _id(value: Any) -> str | int:
-    """Return a row's id. Whole numbers remain numbers, and other values become strings."""
+    """Return a row's id. Integers are returned unchanged, and other values are converted to strings."""
     return value if isinstance(value, int) and not isinstance(value, bool) else text_of(value)
 
 

@@ -123,7 +123,7 @@ class BatchOptions:
 
     @classmethod
     def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
-        """Return the options given as keyword arguments. All other arguments become `params`. Raises InvalidJob."""
+        """Create options from keyword arguments. Arguments that are not options become `params`. Raises InvalidJob."""
         options = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
         for name, known in (
             ("format", get_args(Format)),
@@ -139,7 +139,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The outcome of a run."""
+    """A run's final state, progress and files."""
 
     id: str
     state: str

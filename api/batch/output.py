@@ -50,7 +50,7 @@ class LineFile:
     def append(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Append lines, and return when they are on disk.
 
-        If an OSError is raised, the file contains none of these lines.
+        If an OSError is raised, the file contains none of the new lines.
         """
         if not values:
             return
@@ -100,7 +100,7 @@ def _end_of_whole_lines(fd: int) -> int:
 def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
     """Remove the lines for whose ids `drops` returns True.
 
-    After a crash, either all or none of these lines are removed.
+    After a crash, either all or none of the selected lines are removed.
     """
     partial = path.with_name(path.name + ".part")
     with path.open("rb") as old, partial.open("wb") as new:
@@ -113,7 +113,7 @@ def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
 
 
 def id_of(value: Mapping[str, Any]) -> Any:
-    """Return the id of an output line in either format."""
+    """Return the id of an output line, which is in the `openai` or `short` format."""
     return value.get("custom_id", value.get("id"))
 
 
@@ -143,7 +143,7 @@ def _body(line: StoredLine, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
-    """Return the token counts of an output line in either format."""
+    """Return the token counts of an output line, which is in the `openai` or `short` format."""
     if "response" not in value:
         usage = value.get("usage") or {}
         return {name: usage.get(name, 0) for name in TOKENS}
@@ -156,12 +156,12 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line in the error file for a line whose job failed."""
+    """Return the error file's entry for a line whose job failed."""
     return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_columns(line.columns)}
 
 
 def bad_line(form: str, bad: BadLine) -> dict[str, Any]:
-    """Return the line in the error file for a line that could not become a job."""
+    """Return the error file's entry for a line that could not become a job."""
     error = {"code": "invalid_request", "message": bad.message}
     return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_columns(bad.columns)}
 
@@ -229,7 +229,7 @@ class Outcomes:
                     self._write([], [(twin, error) for twin in twins])
 
     def _write(self, results: OutcomeList, failures: OutcomeList, computed: OutcomeList | tuple[()] = ()) -> None:
-        """Write outcomes. Only results in `computed` add to the token counts because twins copy results."""
+        """Write outcomes. Only the results in `computed` add to the token counts, because other results are copies."""
         tokens = {
             name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
             for name in TOKENS

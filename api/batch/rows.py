@@ -1,4 +1,4 @@
-"""Read the rows of a table, a text or a directory."""
+"""Read the rows of a table, a text file or a directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_BYTES = 1 << 16  # bytes of an oversized line to skip per read
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """A row with its values keyed by column. Numbers start at 1."""
+    """A row with its values keyed by column. Row numbers start at 1."""
 
     number: int
     values: Mapping[str, Any]
@@ -136,7 +136,7 @@ def _rows_of_csv(stream: BinaryIO, separator: str) -> Iterator[dict[str, Any]]:
         names = list(reader.fieldnames or [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise InvalidJob(f"the file has several columns {twice[0]!r}; rename one of them")
+            raise InvalidJob(f"several columns are named {twice[0]!r}; rename all but one")
         for row in reader:
             number += 1
             row.pop(None, None)  # values beyond the last column

@@ -97,11 +97,11 @@ class Serving:
         return max((count for count, _ in self._models.values()), default=0)
 
     def of(self, model: str) -> tuple[int, int]:
-        """Return the number of workers that serve a model, and the number of lines that each worker runs at once."""
+        """Return the number of workers that serve a model, and the number of lines that each runs in parallel."""
         return self._models.get(model, (0, 0))
 
     def unknown(self) -> dict[str, UnknownModel]:
-        """Return the models that no worker has served for MODEL_TIMEOUT_S, with the errors for their lines."""
+        """Return the models that no worker has served for MODEL_TIMEOUT_S, each with the error for its lines."""
         until = time.monotonic() - MODEL_TIMEOUT_S
         served = ", ".join(sorted(name for name in self._models if name != DEFAULT_MODEL)) or "none"
         return {
@@ -183,7 +183,7 @@ class BatchRun:
         return final_state or "completed"
 
     def end(self, state: str, **facts: str) -> None:
-        """Report the run's final state, with additional information about the run."""
+        """Write the run's final state, and other facts about the run, to Redis."""
         self._report(state, **facts)
 
     def _step(self) -> str | None:
@@ -266,7 +266,10 @@ class BatchRun:
         return f"waiting in the queue, {self.progress.ahead} jobs ahead" if self.progress.ahead else ""
 
     def _jobs_ahead(self) -> int:
-        """Return the number of jobs ahead of the first chunk in the queue, or 0 once the first line has finished."""
+        """Return the number of jobs ahead of the first chunk in the queue.
+
+        Return 0 once the first line has finished.
+        """
         if self.progress.ended:
             return 0
         try:
@@ -317,7 +320,7 @@ class BatchRun:
             failures.append((line, error))
 
     def _end_chunk(self, name: str, *, tried: bool) -> None:
-        """Forget a chunk. Its unfinished lines become pending again, or fail after MAX_TRIES attempts."""
+        """Forget a chunk. The chunk's unfinished lines become pending again, or fail after MAX_TRIES attempts."""
         with self._work.transaction():
             self._work.give_back(name, tried=tried)
         for line in self._work.tried_out(MAX_TRIES) if tried else ():
@@ -330,7 +333,7 @@ class BatchRun:
     # Stopping
 
     def abandon(self) -> None:
-        """Cancel a run's lines in flight because the run can't be resumed."""
+        """Cancel the lines in flight of a run that can't be resumed."""
         with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
         self._report("cancelled")

@@ -21,17 +21,17 @@ Source = Path | str  # a string is a URL
 
 
 def name_of(source: Source) -> str:
-    """Return an input's name for messages."""
+    """Return the name with which messages refer to an input."""
     return "stdin" if source == STANDARD else repr(str(source))
 
 
 def absolute(source: Source) -> str:
-    """Return an input name that does not depend on the current directory."""
+    """Return an input's name as an absolute path, or unchanged for a URL or stdin."""
     return str(source.absolute()) if isinstance(source, Path) and source != STANDARD else str(source)
 
 
 def source_of(name: str | Path) -> Source:
-    """Return the input with this name."""
+    """Return an input's name as a URL (a string) or as a Path."""
     return name if isinstance(name, str) and is_url(name) else Path(name)
 
 

@@ -47,7 +47,7 @@ LINES_PER_REPORT = 2000  # while the input is read: about ten reports per second
 class CheckInput(Protocol):
     """An object that checks an input's lines while they are being read.
 
-    It may reject the whole input by raising InvalidJob.
+    The check may reject the whole input by raising InvalidJob.
     """
 
     def line(self, number: int, value: dict[str, Any] | BadLine) -> None: ...
@@ -86,8 +86,8 @@ def run_batch(
     """Start or resume a run, and return when it has finished.
 
     Raises InvalidJob and OSError. Finished lines are saved even if an error is raised. A run whose output is stdout
-    prints results as they arrive, and prints errors to stderr unless an error file is given. Such a run can't be
-    resumed. `check` may reject the input while it is being read.
+    prints results as they arrive, and prints errors to stderr unless an error file is given. A run whose output is
+    stdout can't be resumed. `check` may reject the input while it is being read.
     """
     if options.fairness_key is not None:
         check_fairness_key(options.fairness_key)
@@ -152,7 +152,7 @@ def run_batch(
 
 
 def _end(run: BatchRun, work: WorkFile, options: BatchOptions, paths: Paths, state: str) -> None:
-    """Report the end of a run. Remove its work file if no later command needs it."""
+    """Report the end of a run, and remove the run's work file if no later command needs it."""
     is_whole = options.limit is None and options.sample is None
     if state == "completed" and is_whole and not run.progress.failed and not options.keep_work:
         made_by = _digest(options, work.get("read_as"))
@@ -300,7 +300,7 @@ def read_input(
             if check is not None:
                 check.end()
             if count and without_model == count:
-                raise InvalidJob("no line has a model; set it with --model")
+                raise InvalidJob("no line has a model; set a model with --model")
             _check_reading(work, count, options, paths)
             work.set(unreadable=invalid.count)
             if options.retry_failed:
@@ -335,7 +335,7 @@ def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Batch
 
 @contextlib.contextmanager
 def _opened(options: BatchOptions) -> Iterator[InputData]:
-    """Open the input, unless its format is read by file name."""
+    """Yield the opened input. Columnar files and directories are opened later, so only their path or URL is yielded."""
     if format_of(options.input, options.format) in (*COLUMNAR, "directory") and options.input != STANDARD:
         yield options.input
         return
@@ -363,8 +363,8 @@ def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Pat
         raise InvalidJob(f"{name} has no lines; check that it is the right file")
     if (options.limit or options.sample) and work.drops_results():
         raise InvalidJob(
-            f"{str(paths.output)!r} has results of rows that --limit or --sample leaves out; choose another output, or "
-            "leave the option out"
+            f"{str(paths.output)!r} has results of rows that --limit or --sample excludes; choose another output, or "
+            "remove the option"
         )
     if not work.keeps_results():
         raise InvalidJob(
@@ -409,7 +409,10 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 
 
 def _recover(work: WorkFile, output: LineFile, start: int) -> None:
-    """Mark lines as finished if their results are in the output after byte `start`. This is needed after a crash."""
+    """Mark lines as finished if their results are in the output after byte `start`.
+
+    After a crash, the output may contain results of lines that are not yet marked.
+    """
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
         if work.finish_by_id(id_of(value)):

@@ -27,7 +27,7 @@ PREFIX = "cellama_"  # of the column of a result if the input has a column with 
 
 
 def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, format_: str) -> None:
-    """Write all results of a work file to `path`. After a crash, the file is either complete or unchanged.
+    """Write all results of a work file to `path`. After a crash, the output file is either complete or unchanged.
 
     `source` is the input, and `format_` is its format. Parquet and Arrow inputs are read again so that their columns
     keep their types. Raises OSError.

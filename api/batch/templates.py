@@ -11,7 +11,7 @@ from cellama.tasks.contract.errors import InvalidJob
 
 
 class RowTemplate:
-    """A text with `{column}` placeholders.
+    """A string with `{column}` placeholders.
 
     `{{` and `}}` stand for braces. The text between braces is always a column name, so a template can neither read
     attributes nor format values.

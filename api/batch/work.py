@@ -86,8 +86,8 @@ class WorkFile:
     def reading(self) -> Iterator[None]:
         """Return a context manager within which the caller adds the whole input.
 
-        At the end, lines that are no longer in the input are deleted. If the context raises, the previously read lines
-        remain. The first reading is committed in several parts.
+        When the context ends, lines that are no longer in the input are deleted. If the context raises, the previously
+        read lines remain. The first reading is committed in several parts.
         """
         self._is_first_reading = self._db.execute("SELECT 1 FROM lines LIMIT 1").fetchone() is None
         self._had_results = self.count(FINISHED) > 0
@@ -98,10 +98,11 @@ class WorkFile:
             self._end_reading()
 
     def add(self, line: BatchLine, *, merge: bool = False) -> int | None:
-        """Add a line of the input. If an earlier line has the same id, return its number instead.
+        """Add a line of the input.
 
-        A line whose content has not changed since an earlier reading keeps its state. With `merge`, the line copies the
-        outcome of an earlier line with the same content.
+        If an earlier line has the same id, add nothing, and return the earlier line's number. A line whose content has
+        not changed since an earlier reading keeps its state. With `merge`, the line copies the outcome of an earlier
+        line with the same content.
         """
         self._commit_regularly()
         line_id = _id_text(line.id)
@@ -150,7 +151,7 @@ class WorkFile:
         self.find_twins()
 
     def find_twins(self) -> None:
-        """Make a line a twin if an identical earlier line has no outcome yet. All other lines stop being twins."""
+        """Mark a pending line as a twin if an identical earlier line has no outcome yet. Other twins become pending."""
         self._pending = None
         self._db.execute("UPDATE lines SET state = 0 WHERE state = ?", (TWIN,))
         self._db.execute(
@@ -170,7 +171,7 @@ class WorkFile:
         return self._db.execute(query, (key,)).fetchone() is not None
 
     def forget_outdated(self) -> None:
-        """Forget the outdated ids after their results have been removed from the output."""
+        """Delete the outdated ids, after their results have been removed from the output."""
         self._db.execute("DELETE FROM outdated")
 
     def has_failed(self, line_id: Any) -> bool:
@@ -184,7 +185,7 @@ class WorkFile:
     # Planning
 
     def count(self, state: int) -> int:
-        """Return the number of lines in a state. This method scans all lines."""
+        """Return the number of lines that are in this state. This method scans all lines."""
         return int(self._db.execute("SELECT count(*) FROM lines WHERE state = ?", (state,)).fetchone()[0])
 
     def in_flight(self, model: str | None = None) -> int:
@@ -339,7 +340,7 @@ class WorkFile:
     def shrink(self) -> None:
         """Delete the contents of finished lines.
 
-        Ids, hashes and states are kept so that a later command can find them.
+        Ids, hashes and states remain in the file so that a later command can find them.
         """
         self._db.execute(
             "UPDATE lines SET key = '', params = '{}', columns = '{}', request = '{}' WHERE state = ?", (FINISHED,)
@@ -347,7 +348,7 @@ class WorkFile:
         self._db.execute("VACUUM")
 
     def size_bytes(self) -> int:
-        """Return the file's size."""
+        """Return the file's size in bytes."""
         pages, size = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
         return int(pages * size)
 

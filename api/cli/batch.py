@@ -285,7 +285,7 @@ def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
 
 
 def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
-    """Cancel a run. Finished lines stay in its output.
+    """Cancel a run. Finished lines stay in the run's output.
 
     Example:  cellama batch cancel answers.jsonl
     """
@@ -310,13 +310,13 @@ def _relative(path: str) -> str:
 
 
 def _short(run_id: Any) -> str:
-    """Return the first characters of an id, without its `batch_` prefix."""
+    """Return a run's id, shortened to the prefix `batch_`, if present, and the next SHOWN_ID_CHARS characters."""
     text = str(run_id)
     return text[: text.find("_") + 1 + SHOWN_ID_CHARS]
 
 
 def _is_of_gateway(run: dict[str, Any]) -> bool:
-    """Return whether a gateway is driving the run. The gateway deletes the run's local files when the run ends."""
+    """Return whether the run is a gateway's batch. The gateway deletes the run's local files when the run ends."""
     return str(run["id"]).startswith("batch_")
 
 

@@ -63,7 +63,7 @@ class _Show:
 
 @contextlib.contextmanager
 def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
-    """Yield a progress display, which is a bar if stderr is a terminal that shows nothing else.
+    """Yield a progress display, which is a bar if stderr is a terminal and stdout receives neither JSON nor results.
 
     If results are written to stdout, line errors are written to stderr.
     """

@@ -90,7 +90,7 @@ def cache_clear_command(
 ) -> None:
     """Delete KV states from the disk.
 
-    Running workers are not interrupted. They recompute deleted states when they need them.
+    Running workers are not interrupted. Workers recompute deleted states when jobs need them.
 
     Example:  cellama cache clear --scope customer-7 --dir /var/cache/cellama
     """

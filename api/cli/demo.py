@@ -151,7 +151,7 @@ def _bulk(client: Client) -> None:
 
 
 def _show_batching(client: Client, num_requests: int) -> None:
-    """Wait until the worker's heartbeat includes all requests, then print the heartbeat's step count."""
+    """Wait until the worker's heartbeat includes all requests, then print how many steps the worker needed."""
     deadline = time.monotonic() + JOB_TIMEOUT_S
     while time.monotonic() < deadline:
         for worker in client.workers():

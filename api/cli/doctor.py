@@ -408,7 +408,7 @@ def server_findings(redis: Redis, shown_url: str) -> Iterable[Finding]:
 
 
 def version_finding(info: dict[str, Any], shown_url: str) -> Finding:
-    """Return a finding on whether cellama supports this server."""
+    """Return a finding about whether cellama supports this Redis server."""
     is_valkey = "valkey_version" in info
     version = str(info.get("redis_version", ""))  # Valkey reports the version of Redis that it is compatible with
     shown = f"{'Valkey' if is_valkey else 'Redis'} {info['valkey_version'] if is_valkey else version} at {shown_url}"
@@ -436,7 +436,7 @@ def memory_findings(info: dict[str, Any]) -> Iterable[Finding]:
 
 
 def persistence_finding(info: dict[str, Any]) -> Finding:
-    """Return a finding on whether jobs survive a Redis crash."""
+    """Return a finding about whether jobs survive a Redis crash."""
     if problem := _problem("appendonly", info):
         return Finding("warning", "Redis persistence", problem, REDIS_REMEDIES["appendonly"])
     if info.get("aof_last_write_status", "ok") != "ok":
@@ -448,7 +448,7 @@ def persistence_finding(info: dict[str, Any]) -> Finding:
 
 
 def _problem(setting: str, info: dict[str, Any]) -> str | None:
-    """Return a Redis setting's problem as workers log it, without the remedy."""
+    """Return a Redis setting's problem in the words that workers log, without the remedy."""
     return next((text.partition("; ")[0] for text in problems_of(info) if text.startswith(setting)), None)
 
 
@@ -460,7 +460,7 @@ def clock_difference_s(redis: Redis) -> float:
 
 
 def clock_finding(difference_s: float) -> Finding:
-    """Return a finding on whether the clocks of this machine and Redis agree."""
+    """Return a finding about whether the clocks of this machine and Redis agree."""
     if abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S:
         return Finding("ok", "clock", f"less than {MAX_CLOCK_DIFFERENCE_S:g} s from the clock of Redis")
     direction = "ahead of" if difference_s > 0 else "behind"
@@ -524,7 +524,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 def directory_finding(setting: str, folder: Path, needed_bytes: int = 0) -> Finding:
-    """Return a finding on whether a directory is writable and has enough free space.
+    """Return a finding about whether a directory is writable and has enough free space.
 
     The directory may not exist yet.
     """

@@ -1,6 +1,6 @@
 """Follow a job until it finishes.
 
-Show its position while it is waiting, its text while it is running, and its outcome.
+Show the job's position while it is waiting, its text while it is running, and its outcome.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SilenceTimeout:
         self._moved_at = 0.0  # when the number of jobs ahead last changed
 
     def note_event(self) -> None:
-        """Restart the timeout because the job has sent an event."""
+        """Restart the timeout. Call this method for each event of the job."""
         self._last_event_at = time.monotonic()
 
     def describe(self, position: Position) -> str:

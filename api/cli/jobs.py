@@ -90,7 +90,7 @@ def jobs_cancel_command(
     job_ids: Annotated[list[str], typer.Argument(help="Ids of the jobs.")],
     json: JsonOption = False,
 ) -> None:
-    """Cancel running or waiting jobs. This is the same as `cellama cancel`.
+    """Cancel running or waiting jobs. `cellama cancel` does the same.
 
     Example:  cellama jobs cancel 5f0c…
     """

@@ -1,7 +1,7 @@
 """The commands `tune` and `bench`, which measure this machine.
 
-Later model loads use the results of `tune`. Both commands run the engine in another process because `api` never imports
-it.
+Later model loads use the results of `tune`. `tune` and `bench` run the engine in another process, because `api` never
+imports the engine.
 """
 
 from __future__ import annotations

@@ -27,9 +27,7 @@ from cellama.tasks.contract.shapes.workers import DeviceUse, LoadFailure, Memory
 from .options import JsonOption
 from .output import NO_WORKERS, err, out, print_json, readable, readable_time, table_of
 
-WorkerOption = Annotated[
-    str | None, typer.Option("--worker", "-w", help="Apply the command to this worker only, instead of to a pool.")
-]
+WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Apply the command only to this worker.")]
 PoolOption = Annotated[
     str | None,
     typer.Option(

@@ -89,7 +89,7 @@ def _with_options(
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return an option's value. If the value starts with "@", read it from the named file."""
+    """Return an option's value. If the value starts with "@", read the value from the named file."""
     if name in _FROM_FILE and value.startswith("@"):
         try:
             value = Path(value[1:]).read_text(encoding="utf-8")

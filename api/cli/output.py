@@ -73,8 +73,8 @@ def table_of(*columns: str, right: str = "", whole: str = "", title: str | None 
     """Return an empty table.
 
     Long cells wrap and are never cut off. `right` lists the right-aligned columns, which contain numbers. `whole` lists
-    the columns that never wrap because users copy their contents, such as ids. Both are strings of column names
-    separated by ", ".
+    the columns that never wrap because users copy their contents, such as ids. `right` and `whole` are strings of
+    column names separated by ", ".
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:

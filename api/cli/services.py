@@ -69,7 +69,8 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
     check_installed()
     if not is_reachable(settings.redis_url):
         raise RedisUnreachable(
-            f"Redis at {settings.redis_url_masked} does not answer; start it, or use `cellama up`, which starts one"
+            f"Redis at {settings.redis_url_masked} does not answer; start Redis, or run `cellama up`, which starts "
+            "Redis and a worker"
         )
     supervisor = Supervisor([worker_child()])
     with supervisor.handling_signals():
@@ -173,7 +174,7 @@ def check_http_installed() -> None:
 
 
 def is_reachable(url: str) -> bool:
-    """Return whether a Redis answers at this URL. Raises RedisRefused if it rejects the credentials."""
+    """Return whether a Redis answers at this URL. Raises RedisRefused if Redis rejects the credentials."""
     try:
         with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
@@ -185,7 +186,10 @@ def is_reachable(url: str) -> bool:
 
 @contextlib.contextmanager
 def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
-    """Yield None if the configured Redis answers. Otherwise, start an embedded Redis on the same loopback port."""
+    """Yield None if the configured Redis answers.
+
+    If Redis does not answer, start an embedded Redis on the same loopback port.
+    """
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
     is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)
@@ -203,8 +207,8 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
         return
     if not is_local:
         raise RedisUnreachable(
-            f"Redis at {settings.redis_url_masked} does not answer, and `cellama up` can start one only on loopback; "
-            "start it, or unset CELLAMA_REDIS_URL"
+            f"Redis at {settings.redis_url_masked} does not answer, and `cellama up` can start Redis only on loopback; "
+            "start Redis there, or unset CELLAMA_REDIS_URL"
         )
     with RedisServer.start(directory, port=port, password=where.password) as server:
         yield server
@@ -243,7 +247,7 @@ def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Super
 def _wait_for(child: Child, is_ready: Callable[[], bool], status: str, supervisor: Supervisor | None) -> None:
     """Wait until a child process is ready.
 
-    Raises RedisServerError if it exits, and KeyboardInterrupt if a stop is requested.
+    Raises RedisServerError if the child exits, and KeyboardInterrupt if a stop is requested.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
     with err.status(status):
@@ -278,7 +282,10 @@ def _flower(address: str, port: int, logs: Path) -> Child:
 
 
 def _flower_credentials(address: str) -> str | None:
-    """Return USER:PASSWORD from the environment. If unset, return None on loopback, otherwise new credentials."""
+    """Return USER:PASSWORD from the environment.
+
+    If no credentials are set, return None for a loopback address, and new credentials for other addresses.
+    """
     given = os.environ.get("FLOWER_BASIC_AUTH")
     if given or address in (LOOPBACK, "localhost", "::1"):
         return given

@@ -182,7 +182,10 @@ def _status_cells(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _disk_lines(models: list[dict[str, Any]]) -> list[str]:
-    """Return how full each KV state directory is. Models that share a directory may report different sizes for it."""
+    """Return the used space and the quota of each KV state directory.
+
+    Models that share a directory may report different sizes for it.
+    """
     used_by_quota: dict[int, int] = {}
     for engine in filter(None, (model["engine"] for model in models)):
         quota, used = engine.get("disk_quota_bytes", 0), engine.get("disk_used_bytes", 0)
@@ -327,7 +330,7 @@ def _queue_table(view: dict[str, Any], max_rows: int) -> Table:
 
 
 def _longest_waits(classes: dict[str, Any]) -> tuple[float, float]:
-    """Return the longest estimate and longest wait so far, in seconds, among the priority classes that have jobs."""
+    """Return the longest estimated wait and the longest wait so far, in seconds, over all classes with waiting jobs."""
     busy = [found for found in classes.values() if found["waiting"]]
     longest_eta_s = max((found["eta_s"] or 0.0 for found in busy), default=0.0)
     return longest_eta_s, max((found["oldest_s"] for found in busy), default=0.0)

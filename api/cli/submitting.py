@@ -214,7 +214,10 @@ def _take_turn(
     wait: bool,
     params: dict[str, Any],
 ) -> None:
-    """Send a message, and add the message and its answer to the conversation. Without an answer, add neither."""
+    """Send a message, and add the message and its answer to the conversation.
+
+    If there is no answer, leave the conversation unchanged.
+    """
     turn: ChatMessage = {"role": "user", "content": text}
     try:
         answer = _run(client.chat(model, [*messages, turn], wait=wait, **params), json, patience_s, wait)

@@ -149,7 +149,7 @@ def tenants_set_weight_command(
         number = 0.0
     if number is not None and not 0 < number <= bounds.MAX_FAIRNESS_WEIGHT:
         most = f"{bounds.MAX_FAIRNESS_WEIGHT:,.0f}"
-        raise typer.BadParameter(f"weight: {weight} is not valid; give a number above 0 and up to {most}, or default")
+        raise typer.BadParameter(f"weight: {weight} is not valid; use a number above 0 and up to {most}, or default")
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         set_weight(redis, key, number)
     out.print(f"weight of {escape(key) or 'jobs without a key'}: {weight}")
@@ -186,6 +186,6 @@ def _set_limit(name: str, limit: str) -> None:
     except ValueError:
         number = 0
     if limit not in words and not 0 < (number or 0) <= bounds.MAX_COUNT:
-        raise typer.BadParameter(f"limit: {limit} is not valid; give a number of jobs from 1, none, or default")
+        raise typer.BadParameter(f"limit: {limit} is not valid; use a number of jobs (at least 1), none, or default")
     with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         set_limit(redis, name, number)

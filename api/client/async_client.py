@@ -196,8 +196,8 @@ class AsyncClient:
     ) -> object:
         """Run every row as `Client.batch` does, but in another thread.
 
-        This thread also calls `on_progress`. Cancelling this coroutine interrupts the run. To resume the run, call the
-        method again with the same arguments.
+        The thread that executes the run also calls `on_progress`. Cancelling this coroutine interrupts the run. To
+        resume the run, call the method again with the same arguments.
         """
         stopping = threading.Event()
 
@@ -250,7 +250,7 @@ class AsyncClient:
                 await self._cancel_shielded(cursor.job_id)
 
     def _loop_streams(self) -> Streams:
-        """Return the streams of the running event loop."""
+        """Return the object that reads all job streams of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._streams:
             for closed in [each for each in self._streams if each.is_closed()]:
@@ -283,7 +283,7 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.result, job_id, RESULT_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close the connections. Open streams in this event loop raise RuntimeError."""
+        """Close the connections. Streams that are still open in this event loop raise RuntimeError."""
         if (streams := self._streams.pop(asyncio.get_running_loop(), None)) is not None:
             await streams.close()
         self._client.close()

@@ -42,7 +42,7 @@ EVICTED = "the KV state of the other common tokens was evicted, or is on another
 class Difference:
     """The first token at which a prompt differs from an earlier context, with the surrounding text.
 
-    Each text is None if no worker could convert the tokens.
+    Each text is None if no worker could convert its tokens into text.
     """
 
     token: int

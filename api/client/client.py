@@ -197,7 +197,7 @@ class Client:
     ) -> Job[PrefillResult]:
         """Submit a prefix to prefill into the cache for later jobs.
 
-        The prefix is a `prompt`, or the `messages` or the `system` message of a chat. To continue it, pass the
+        The prefix is a `prompt`, or the `messages` or the `system` message of a chat. To continue a prefix, pass the
         `finish_key` of its result as the `parent_key` of a later job. Raises the same errors as `generate`.
         """
         return self._submit(TASK_PREFILL, model, prompt, wait, idempotency_key, fairness_key, params)
@@ -243,9 +243,9 @@ class Client:
     ) -> list[Job[GenerateResult]]:
         """Submit many prompts with the same parameters, and return the jobs in the same order.
 
-        This is much faster than calling `generate` for each prompt. All prompts are checked before any job is queued,
-        and InvalidJob lists the indexes of all invalid prompts. If `idempotency_keys` contains a key for each prompt,
-        the call can safely be repeated, for example after RedisUnreachable.
+        One call for many prompts is much faster than calling `generate` for each prompt. All prompts are checked before
+        any job is queued, and InvalidJob lists the indexes of all invalid prompts. If `idempotency_keys` contains a key
+        for each prompt, the call can safely be repeated, for example after RedisUnreachable.
         """
         return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, fairness_key, params)
 
@@ -404,9 +404,9 @@ class Client:
         """Run every row of a file or of a table in memory, as `cellama batch run` does.
 
         `input` is a path or URL, a pandas or polars DataFrame, a pyarrow Table, or an iterable of dictionaries or
-        texts. For a file, the call writes the output and returns a Summary. Otherwise, it returns the rows with their
-        results in an object of the same kind, or in a list of dictionaries. Failed rows are omitted and cause a
-        warning. If `output` is given, or `input` is a file, repeating the call resumes an interrupted run.
+        texts. For a file, the call writes the output and returns a Summary. For rows in memory, the call returns the
+        rows with their results in an object of the same kind, or in a list of dictionaries. Failed rows are omitted and
+        cause a warning. If `output` is given, or `input` is a file, repeating the call resumes an interrupted run.
 
         The command's options are keyword arguments (`as_kind` is `--as`, and `ordered=True` is `--order input`).
         All other keyword arguments are job parameters. Raises InvalidJob or OSError. Finished rows are saved in the
@@ -488,7 +488,10 @@ class Client:
             )
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job, whether it is waiting or running. This has no effect if the job is unknown or has finished."""
+        """Cancel a job, whether it is waiting or running.
+
+        The call has no effect if the job is unknown or has finished.
+        """
         with reaching_redis(self._url):
             self._app.control.revoke(job_id, terminate=True)
 
@@ -501,12 +504,12 @@ class Client:
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """Return up to `limit` running and waiting jobs for one or all models, including models without a worker."""
+        """Return up to `limit` running and waiting jobs for one model, or for all models, including unserved models."""
         with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
     def tenants(self) -> list[TenantShare]:
-        """Return the tenants that have jobs, service in the last hour, or a weight (docs/fair-share.md)."""
+        """Return the tenants that have jobs or a weight, or received service in the last hour (docs/fair-share.md)."""
         with reaching_redis(self._url):
             return tenant_shares(self._redis)
 
@@ -524,7 +527,7 @@ class Client:
     def dead(self) -> list[DeadJob]:
         """Return the dead jobs, latest first.
 
-        These jobs are no longer retried because their workers crashed repeatedly.
+        Dead jobs are no longer retried, because their workers crashed repeatedly.
         """
         with reaching_redis(self._url):
             return Ledger(self._redis).dead()
@@ -556,7 +559,7 @@ class Client:
         return memory_of(self.workers(), worker)
 
     def stats(self) -> Stats:
-        """Return slots, token rates and waiting jobs, summed over all workers."""
+        """Return the total number of slots, the total token rate, and the waiting jobs of each model."""
         workers = self.workers()
         with reaching_redis(self._url):
             models = queues(workers, queued_models(self._redis))
@@ -586,9 +589,9 @@ class Client:
         """Load a model on workers, and return the model's id when it is ready for jobs.
 
         The model is loaded on all workers, on the workers of a `pool`, or on one `worker`. Workers that join the pool
-        later also load it. With `model_id=None`, the client derives a unique id from the file name. `options` contains
-        options as in a `[[models]]` table in the settings. `models()` returns the errors of workers that could not load
-        the model. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
+        later also load the model. With `model_id=None`, the client derives a unique id from the file name. `options`
+        contains options as in a `[[models]]` table in the settings. `models()` returns the errors of workers that could
+        not load the model. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
         """
         if model_id is None:
             workers = self.workers()
@@ -605,8 +608,8 @@ class Client:
     ) -> None:
         """Unload a model from workers after its running jobs have finished.
 
-        Raises the same errors as `load_model`. If no worker could unload the model, it stays in service. If only some
-        workers could unload it, the other workers retry.
+        Raises the same errors as `load_model`. If no worker could unload the model, the model stays in service. If only
+        some workers could unload the model, the other workers retry.
         """
         arguments = {"model_id": model_id, "timeout_s": timeout}
         accepted = self._commands.send("cellama_unload", arguments, CommandTarget(worker, pool))
@@ -653,9 +656,9 @@ class Client:
     ) -> None:
         """Load a LoRA adapter for a model, and return when jobs can use it.
 
-        From then on, jobs that don't choose adapters use it with this scale. With scale 0, only jobs that request the
-        adapter use it. `models()` returns the errors of workers that could not load the adapter. Raises UnknownModel,
-        UnknownWorker, JobTimeout, and JobFailed if no worker could load the adapter.
+        From then on, jobs that don't choose adapters use the adapter with this scale. With scale 0, only jobs that
+        request the adapter use it. `models()` returns the errors of workers that could not load the adapter. Raises
+        UnknownModel, UnknownWorker, JobTimeout, and JobFailed if no worker could load the adapter.
         """
         arguments = {"model_id": model_id, "name": name, "source": source, "scale": scale}
         accepted = self._commands.send("cellama_load_adapter", arguments, CommandTarget(worker, pool), model_id)
@@ -683,8 +686,8 @@ class Client:
     ) -> None:
         """Unload an adapter after the jobs that use it have finished.
 
-        Raises the same errors as `load_adapter`. If no worker could unload the adapter, it stays in use. If only some
-        workers could unload it, the other workers retry.
+        Raises the same errors as `load_adapter`. If no worker could unload the adapter, the adapter stays in use. If
+        only some workers could unload the adapter, the other workers retry.
         """
         arguments = {"model_id": model_id, "name": name, "timeout_s": timeout}
         accepted = self._commands.send("cellama_unload_adapter", arguments, CommandTarget(worker, pool), model_id)
@@ -764,7 +767,7 @@ class Client:
 
 
 class Outage:
-    """Suppresses RedisUnreachable until Redis has been unreachable for OUTAGE_S."""
+    """Suppresses RedisUnreachable errors until Redis has been unreachable for OUTAGE_S seconds."""
 
     def __init__(self, url: str | None = None) -> None:
         self._url = url
@@ -794,7 +797,7 @@ def has_result(client: Client, job_id: str) -> bool:
 
 
 def unserved_wait(client: Client) -> UnservedWait:
-    """Return a check that ends jobs that no worker serves, for a caller that starts waiting now."""
+    """Return a check for a caller that starts waiting now. The check ends jobs whose model no worker serves."""
     wait: UnservedWait = client._app.backend.unserved_wait()
     return wait
 

@@ -106,4 +106,4 @@ class Commands:
                 return
             time.sleep(REGISTRY_POLL_S)
         state = expected if expected == "evicted" else "loaded" if expected else "unloaded"
-        raise JobTimeout(f"{key!r} is not {state} after {timeout_s:g} s; see its status with `cellama models list`")
+        raise JobTimeout(f"{key!r} is not {state} after {timeout_s:g} s; check its status with `cellama models list`")

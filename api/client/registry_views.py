@@ -34,7 +34,7 @@ class ClassStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """Totals over all workers, and the queue of each model.
+    """The totals over all workers, and the queue of each model.
 
     The queues are read from Redis during the call. The workers' values come from their last heartbeats.
     """

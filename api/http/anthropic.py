@@ -18,7 +18,8 @@ VERSION, KEY = "anthropic-version", "x-api-key"
 def speaks_anthropic(request: Request) -> bool:
     """Return whether the client expects answers in Anthropic's format.
 
-    Anthropic clients send an API version with each request. Some programs send only their key in `x-api-key`.
+    Anthropic clients send an API version with each request, or request a path below `/v1/messages`. For paths of
+    `/v1/models`, a key in `x-api-key` also identifies an Anthropic client.
     """
     path = path_in_app(request.scope)
     if VERSION in request.headers or path == MESSAGES or path.startswith(f"{MESSAGES}/"):

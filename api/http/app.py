@@ -115,7 +115,7 @@ def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute
 def _cors(settings: Settings) -> list[Middleware]:
     """Return the middleware that allows web pages from `gateway_cors_origins` to send requests.
 
-    By default, this list of origins is empty.
+    `gateway_cors_origins` is empty by default.
 
     Keys are sent in a header, never in a cookie, so a page can use only keys that it already has.
     """

@@ -27,9 +27,9 @@ class Caller:
     `tenant` is the scope of prefixes, idempotency keys and ids. All callers without a key share the scope None.
     `models` contains the ids of the models that the caller may use, or is None for all models. `priority` is the
     service tier (`TIERS`) of requests that don't specify a tier, and no request may use a more urgent tier. If
-    `priority` is None, the tier is "default", and all tiers are allowed. `max_tokens` limits the tokens that one
-    request may prefill and generate. `adapters` contains the LoRA adapters that a request may use, or is None for all
-    adapters.
+    `priority` is None, requests without a tier use "default", and all tiers are allowed. `max_tokens` limits the tokens
+    that one request may prefill and generate. `adapters` contains the LoRA adapters that a request may use, or is None
+    for all adapters.
     """
 
     tenant: str | None = None
@@ -56,7 +56,7 @@ class Caller:
     def check_adapters(self, choice: Any) -> None:
         """Raise ApiError (403) if a body's `adapters` contain a forbidden adapter, whether or not it is loaded.
 
-        Invalid values pass this check because the job's payload rejects them with its own message.
+        Invalid values pass this check, because the job's payload rejects such values with its own message.
         """
         if (name := self.adapter_not_allowed(choice)) is not None:
             allowed = ", ".join(sorted(self.adapters or ())) or "none"
@@ -91,13 +91,13 @@ class Caller:
 
 
 class Admission(Protocol):
-    """An admitted and charged request. `headers` are added to its response (`x-ratelimit-…`)."""
+    """A request that was admitted and charged. `headers` are added to the request's response (`x-ratelimit-…`)."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Charge the request's estimated tokens and its jobs.
+        """Charge the caller for the request's jobs and their estimated tokens.
 
         `num_tokens` estimates the tokens that the jobs prefill and generate. `num_jobs` is the number of prompts times
         the number of choices. Raises ApiError (429).
@@ -107,8 +107,8 @@ class Admission(Protocol):
     async def end(self, num_tokens: int | None) -> None:
         """Settle the charge once, after all of the request's jobs have finished, failed or been cancelled.
 
-        `num_tokens` is the number of tokens that the jobs used. If it is None because the number is unknown, the
-        estimate is charged.
+        `num_tokens` is the number of tokens that the jobs used. If this number is unknown (None), the estimate is
+        charged.
         """
         ...
 
@@ -136,10 +136,10 @@ class Unlimited:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Count nothing."""
+        """Do nothing, because the caller has no limits."""
 
     async def end(self, num_tokens: int | None) -> None:
-        """Count nothing."""
+        """Do nothing, because the caller has no limits."""
 
 
 class NoKeys:

@@ -1,7 +1,7 @@
 """Run the gateway's background work, which consists of blocking calls in thread pools and polling loops.
 
-Each kind of blocking work has its own thread pool, so that disks, name servers and large bodies never delay job
-queueing, which uses the event loop's default executor.
+Each kind of blocking work has its own thread pool. Job queueing uses the event loop's default executor, so slow disks,
+slow name servers and large bodies never delay it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class PollLoop:
     """
 
     def __init__(self, name: str, poll: Callable[[], Awaitable[bool]]) -> None:
-        """Create the loop without starting it. `poll` returns True if it should be called again immediately."""
+        """Create the loop without starting it.
+
+        `poll` must return True if the loop should call `poll` again immediately.
+        """
         self._name = name
         self._poll = poll
         self._task: asyncio.Task[None] | None = None
@@ -58,7 +61,7 @@ class PollLoop:
             self._task = asyncio.create_task(self._run(), name=self._name, context=Context())
 
     async def close(self) -> None:
-        """Wait for the current poll to finish. The poll is not cancelled, because it may have just taken a lease."""
+        """Wait for the current poll to finish. A poll is not cancelled, because it may have just taken a lease."""
         self._closing.set()
         if self._task is not None:
             await self._task

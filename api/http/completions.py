@@ -35,7 +35,7 @@ _GATEWAY_PARAMETERS = ("stream", "stream_options", "service_tier", "cache_salt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(JobsRequest):
-    """A completion request. Each of its `contents` becomes a job."""
+    """A completion request. Each entry in `contents` becomes a job."""
 
     url: str
     contents: tuple[Any, ...]
@@ -99,7 +99,7 @@ class CompletionRequest(JobsRequest):
 
     @property
     def _common(self) -> dict[str, Any]:
-        """The members that are included in the response body and in each chunk."""
+        """The members that the response body and each chunk have in common."""
         return {"service_tier": self.tier, "system_fingerprint": self.fingerprint}
 
     def _answer_id(self, running: RunningJobs) -> str:
@@ -143,7 +143,7 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:
-    """Return each job's content. A completion may have several prompts."""
+    """Return each job's content. A completion request may contain several prompts."""
     several = url == COMPLETIONS and isinstance(content, list) and content and not isinstance(content[0], int)
     if not several:
         return (content,)
@@ -165,7 +165,7 @@ def _stream(body: dict[str, Any]) -> tuple[bool, bool]:
         raise ApiError(400, f"stream_options is {shorten(options)}; it must be an object", param="stream_options")
     if not is_stream:
         raise ApiError(
-            400, "stream_options requires stream: true; set it, or remove stream_options", param="stream_options"
+            400, "stream_options requires stream: true; set stream, or remove stream_options", param="stream_options"
         )
     return True, flag(options, "include_usage")
 

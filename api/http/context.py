@@ -21,7 +21,10 @@ MIN_BYTES_PER_S = 8 << 10  # minimum rate of a body; slower transfer counts towa
 
 
 class RequestContext:
-    """The resources held by one request. The middleware that creates it releases them when the request ends."""
+    """The resources held by one request.
+
+    The middleware that creates the context releases its resources when the request ends.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self.admission: Admission = Unlimited()
@@ -52,8 +55,8 @@ class RequestContext:
 def in_time(receive: Receive, timeout_s: float) -> Receive:
     """Return a `receive` that raises ApiError (408) for a body that arrives too slowly.
 
-    A body may be up to `timeout_s` seconds later than it would be at a rate of MIN_BYTES_PER_S. Only time spent waiting
-    for the client counts.
+    A body may be up to `timeout_s` seconds later than it would be at a rate of MIN_BYTES_PER_S. Only the time spent
+    waiting for the client counts.
     """
     remaining_s, is_complete = timeout_s, False
 
@@ -69,7 +72,7 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
             raise ApiError(
                 408,
                 f"the body arrived too slowly: it fell more than {timeout_s:g} s behind a rate of {MIN_BYTES_PER_S} "
-                "bytes per second (gateway_body_timeout_s); send it faster, or send a smaller one",
+                "bytes per second (gateway_body_timeout_s); send it faster, or send a smaller body",
                 code="slow_body",
                 headers={"connection": "close"},
             ) from None
@@ -126,7 +129,7 @@ async def charge(request: Request, caller: Caller) -> Caller:
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
     """Raise ApiError (403) if a web page from another site sends a request that changes data.
 
-    If there are no keys, nothing else distinguishes such a request from a request sent by one of the user's own
+    If there are no keys, only this check distinguishes such a request from a request sent by one of the user's own
     programs.
     """
     if request.method in READ_ONLY_METHODS:

@@ -110,14 +110,17 @@ class ApiError(Exception):
 
 
 def not_found(kind: str, object_id: str) -> ApiError:
-    """Return a 404 error, which is the same if the object never existed, has expired, or belongs to another tenant."""
+    """Return a 404 error.
+
+    An object that has expired or belongs to another tenant has the same error as an unknown object.
+    """
     return ApiError(404, f"{kind} {shorten(object_id)} does not exist, or has expired", code="not_found")
 
 
 def key_reused() -> ApiError:
     """Return the error for an idempotency key that was already used with a different request.
 
-    The header `x-should-retry` prevents clients from retrying after this 409.
+    The header `x-should-retry` prevents clients from retrying after this error (409).
     """
     return ApiError(
         409,
@@ -134,7 +137,7 @@ def of_job(error: JobError) -> ApiError:
 
 
 def status_of_code(code: str) -> int:
-    """Return the gateway's HTTP status for a job error with this code."""
+    """Return the HTTP status with which the gateway reports a job error with this code."""
     status = meaning_of(code).http_status
     return _STATUSES.get(status, status)
 
@@ -152,7 +155,7 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
 def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Convert a worker's error, using the caller's parameter names (see `callers_names`).
 
-    Only the message of `invalid_request` changes.
+    The message changes only if the error's code is `invalid_request`.
     """
     if error.code != "invalid_request":
         return error

@@ -60,7 +60,10 @@ class Cached(Generic[T]):
         self._last: tuple[float, T] | None = None  # start of the last successful fetch, and its value
 
     async def get(self, fresh_s: float = FRESH_S) -> T:
-        """Return the value. If the fetch fails, raise its error. The next caller then fetches the value again."""
+        """Return the value. If the fetch fails, raise its error.
+
+        After an error, the next caller fetches the value again.
+        """
         now = self._clock()
         if self._fetching is None or (self._fetching.done() and now - self._fetched_at > fresh_s):
             self._fetched_at = now
@@ -158,7 +161,7 @@ class RequestCounts:
 class Gateway:
     """Holds the clients and caches shared by all requests of an app.
 
-    Clients are created when they are first needed because an app that mounts the gateway may not run the gateway's
+    Clients are created when they are first needed, because an app that mounts the gateway may not run the gateway's
     lifespan.
     """
 
@@ -218,7 +221,10 @@ class Gateway:
         )
 
     async def stats(self) -> Stats:
-        """Return slots, rates and queues. Under steady traffic, these values are up to WAITS_FRESH_S old."""
+        """Return the slots, token rates and queues of all workers.
+
+        Under steady traffic, the values are up to WAITS_FRESH_S old.
+        """
         return await self._stats.get(WAITS_FRESH_S)
 
     async def workers(self) -> list[WorkerEntry]:
@@ -249,7 +255,7 @@ class Gateway:
         return f"position {ahead[0] + 1}{about}"
 
     async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
-        """Return the error, with the time added after which a retry is likely to succeed."""
+        """Return the error. If clients may retry, the error's retry time is set to the estimated wait for a slot."""
         if error.retry_after_s is not None:
             error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model, tier))
         return error

@@ -62,7 +62,7 @@ class InfillRequest(JobsRequest):
 
 
 def _ending(end: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return the fields that end a text, based on the job's result or last event."""
+    """Return the final fields of an answer, such as its stop type, based on the job's result or last event."""
     word, usage = end.get("stop_sequence"), end["usage"]
     kind = "limit" if end["finish_reason"] != "stop" else "eos" if word is None else "word"
     return {

@@ -1,4 +1,4 @@
-"""Parse requests, including the caller, the JSON body within its limits, common parameters, and list pages."""
+"""Parse requests: authenticate callers, read JSON bodies within their limits, and parse common parameters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ParsedRequest:
         if not 1 <= len(key) <= MAX_KEY_CHARS:
             raise ApiError(
                 400,
-                f"Idempotency-Key: {len(key)} characters are not valid; it must have 1 to {MAX_KEY_CHARS}",
+                f"Idempotency-Key has {len(key)} characters; it must have 1 to {MAX_KEY_CHARS}",
                 param="Idempotency-Key",
             )
         return json.dumps([self.caller.tenant, key])
@@ -103,7 +103,7 @@ class ParsedRequest:
     def params_of_caller(self) -> dict[str, Any]:
         """Return the job parameters that depend on the caller, which are the priority, the scope and the tenant.
 
-        These parameters are arguments of the client's methods. Raises ApiError.
+        The client's methods accept these parameters as arguments. Raises ApiError.
         """
         scope = self.scope()
         return {"priority": TIERS[self.tier()], "fairness_key": self.fairness_key()} | (
@@ -112,7 +112,10 @@ class ParsedRequest:
 
     @property
     def light_options(self) -> dict[str, Any]:
-        """The client method's arguments for a job that doesn't need a slot, which give the job a high priority."""
+        """The client method's arguments for a job that doesn't need a slot.
+
+        These arguments give the job a high priority.
+        """
         return {"wait": True, "priority": self.caller.light_priority, "fairness_key": self.fairness_key()}
 
     def fairness_key(self) -> str | None:
@@ -125,7 +128,7 @@ class ParsedRequest:
     def _user(self) -> str | None:
         """Return the user specified in the body, if users have their own shares.
 
-        Values that are not text are ignored.
+        Values that are not strings are ignored.
         """
         if not self.gateway.settings.gateway_user_shares:
             return None
@@ -249,7 +252,9 @@ async def _parts(request: Request, limit: int, caller: Caller, context: RequestC
                 break
     if size > limit:
         raise ApiError(
-            413, f"the body has more than {limit} bytes, which is the limit; send less, or raise gateway_max_body_bytes"
+            413,
+            f"the body has more than {limit} bytes, which is the limit; send a smaller body, or raise "
+            "gateway_max_body_bytes",
         )
     return parts
 
@@ -333,7 +338,10 @@ def count(value: Any, default: int) -> int:
 
 
 def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
-    """Return the default for max_tokens, which is the context length, or less if logprobs limit it."""
+    """Return the default for max_tokens, which is the context length.
+
+    If the request asks for logprobs, the default may be lower because the number of reported logprobs is limited.
+    """
     per_token = count(params.get("n"), 1) * (count(params.get("logprobs"), 0) + 1)
     max_tokens = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
     return max(1, min(model.get("ctx_per_slot") or MIN_TOKENS, max_tokens))

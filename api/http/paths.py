@@ -16,8 +16,8 @@ _CONSOLE = "/console"  # its router handles slashes by itself
 def canonical_path(path: str, names: Iterable[str]) -> str:
     """Return the path of the endpoint that the client intended to call.
 
-    `names` contains the first segments of paths after `/v1`. These paths are also found without `/v1` or with a
-    repeated `/v1`. Trailing slashes and repeated leading slashes are ignored.
+    `names` contains the first segments of paths after `/v1`. Such paths are also found if `/v1` is missing or repeated.
+    Trailing slashes and repeated leading slashes are ignored.
     """
     if path == _CONSOLE or path.startswith(f"{_CONSOLE}/"):
         return path

@@ -44,10 +44,10 @@ Call = Callable[[str | None], Awaitable[AsyncJob[Any]]]  # queues a job under an
 
 
 class RunningJobs:
-    """Runs the jobs of one request, which are a single job or one job per prompt.
+    """Runs a request's jobs, which are either a single job or one job per prompt.
 
     Use this class with `async with`. Closing cancels jobs that have not finished, unless the request has an idempotency
-    key. In that case, the client is expected to repeat the request.
+    key. A client that sends such a key is expected to repeat the request.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RunningJobs:
     async def _check_wait(self) -> None:
         """Raise ApiError (429) if the wait exceeds `gateway_max_wait_s`.
 
-        If the queue is long, the job's own position is checked because bulk jobs do not delay urgent jobs.
+        If new jobs would wait longer than the limit, the estimate for this job's own position is checked.
         """
         gateway = self.parsed.gateway
         limit = gateway.settings.gateway_max_wait_s
@@ -184,10 +184,10 @@ class RunningJobs:
     ) -> EventStream:
         """Return a streamed response.
 
-        Closing the response also closes the jobs. `frames_of` converts the events into frames of this media type, and
-        `error_frame` creates the last frame after an error. With `waits`, the method returns after the first event, so
-        that errors that a worker finds immediately have their own HTTP status. With `with_failures`, a job's failure is
-        passed on as an event. Raises ApiError or ClientDisconnect.
+        Closing the response also calls `close`, which cancels unfinished jobs. `frames_of` converts the events into
+        frames of this media type, and `error_frame` creates the last frame after an error. If `waits` is true, the
+        method returns after the first event, so that errors that a worker finds immediately have their own HTTP status.
+        If `with_failures` is true, a job's failure is passed on as an event. Raises ApiError or ClientDisconnect.
         """
         keepalive_s = self.parsed.gateway.settings.gateway_keepalive_s
         events = self.events_and_failures(keepalive_s) if with_failures else self.events(keepalive_s)
@@ -218,10 +218,10 @@ class RunningJobs:
         return result
 
     async def wait(self) -> int:
-        """Wait until all jobs have finished. Return the number of reasoning tokens in their events. Raises ApiError.
+        """Wait until all jobs have finished. Return the number of reasoning tokens in the jobs' events.
 
-        Results are stored longer than events. The events may therefore have expired if a request is repeated with its
-        idempotency key.
+        Raises ApiError. Results are stored longer than events. The events may therefore have expired if a request is
+        repeated with its idempotency key.
         """
         num_tokens = 0
         try:
@@ -258,7 +258,7 @@ class RunningJobs:
             gateway.afterwards(self._settle(), until_close=self.survives_disconnect)
 
     def _count_tokens(self) -> None:
-        """Add the tokens of all jobs that are known to have ended to the gateway's counts."""
+        """Add the jobs' tokens to the gateway's counts. Only jobs that are known to have ended are counted."""
         self.parsed.gateway.counts.count_tokens(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
@@ -288,7 +288,7 @@ class RunningJobs:
 class JobsRequest(ABC):
     """A parsed request that is answered by jobs.
 
-    It provides the calls that queue the jobs, and converts their events and results into the response.
+    The object provides the calls that queue the jobs, and converts their events and results into the response.
     """
 
     media_type: ClassVar[str] = EVENT_STREAM  # media type of a streamed response
@@ -413,7 +413,7 @@ async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Indexed
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await the work for a completely read request, and return the result.
+    """Await the work for a request whose body has been read, and return the result.
 
     If the client disconnects first, cancel the work and raise ClientDisconnect.
     """

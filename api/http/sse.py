@@ -55,8 +55,8 @@ async def with_errors(
 class EventStream(StreamingResponse):
     """A streamed response.
 
-    It calls `close` once when it ends, for example when the client disconnects. Each frame is requested after the
-    server has accepted the previous frame.
+    The response calls `close` once when it ends, for example when the client disconnects. Each frame is requested after
+    the server has accepted the previous frame.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The endpoints for tokenizing and detokenizing.
 
-Their jobs don't need a slot, so they have the caller's highest priority.
+Tokenizing and detokenizing jobs don't need a slot, so they have the caller's highest priority.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The endpoints for embeddings and reranking."""
+"""The endpoints that embed texts and rerank documents."""
 
 from __future__ import annotations
 

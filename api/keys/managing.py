@@ -43,7 +43,10 @@ async def create_key(
 
 
 async def revoke_key(store: KeyStore, key_id: str) -> KeyLookup:
-    """Revoke a key, given by its id or by the key itself, and return the result. An unknown key's entry is None."""
+    """Revoke a key, given by its id or by the key itself, and return the result.
+
+    If the key is unknown, the result contains no entry.
+    """
     key = parse_key(key_id)
     key_id = key_id if key is None else key.id
     found = await store.look_up(key_id)

@@ -36,7 +36,7 @@ class KeyFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises SettingsError if it does not exist or is invalid."""
+        """Read the file. Raises SettingsError if the file does not exist or is invalid."""
         self._path = path
         self._version = self._file_version()
         self._entries = read_keys(path)
@@ -117,7 +117,8 @@ class KeyStore:
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
         """Create a store.
 
-        If a file is given, only the file's keys exist, and Redis provides only the clock and last-used times.
+        If a file is given, only the keys in this file exist, and Redis is used only for its clock and the last-used
+        times.
         """
         self._redis = redis
         self._file = file
@@ -203,7 +204,7 @@ def _age(found: KeyLookup) -> tuple[float, str]:
 def _time(value: bytes | None) -> float | None:
     """Return the last-used time, or None if it is missing or malformed.
 
-    The key's next use overwrites a malformed time.
+    A malformed time is overwritten when the key is next used.
     """
     try:
         return None if value is None else float(value)

@@ -1,4 +1,7 @@
-"""Run Flower with a link to the board. `python -m cellama.api.machine.flower` takes the options of `celery flower`."""
+"""Run Flower with a link to the monitoring board (`board_url`).
+
+`python -m cellama.api.machine.flower` takes the options of `celery flower`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LINK = (
 
 
 class LinkedTemplates(Loader):
-    """Loads Flower's templates, and adds the link to the navigation bar."""
+    """Loads Flower's templates, and adds the board's link to the navigation bar."""
 
     def _create_template(self, name: str) -> Template:
         source = (Path(self.root) / name).read_text(encoding="utf-8")

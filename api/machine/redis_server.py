@@ -105,10 +105,10 @@ def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
 class RedisServer:
     """A Redis server on loopback.
 
-    Its data is stored in `data_dir`, and the next server with this directory loads the data. Clients need a password.
-    If no password is given, the server uses the password from the last start in `data_dir`, or a new random password at
-    the first start. The file `data_dir/url` contains the password, and can be read only by its owner. The password
-    never appears on a command line.
+    The server's data is stored in `data_dir`, and the next server with this directory loads the data. Clients need a
+    password. If no password is given, the server uses the password from the last start in `data_dir`, or a new random
+    password at the first start. The file `data_dir/url` contains the password, and can be read only by its owner. The
+    password never appears on a command line.
     """
 
     port: int
@@ -181,7 +181,7 @@ class RedisServer:
         return "\n".join(lines) + "\n"
 
     def _wait_until_ready(self) -> None:
-        """Wait until the server answers. Raises RedisServerError if it exits or stops loading its data."""
+        """Wait until the server answers. Raises RedisServerError if the server exits or stops loading its data."""
         assert self.process is not None
         progress_at, loaded, logged_at = time.monotonic(), -1, time.monotonic()
         with Redis(host=LOOPBACK, port=self.port, password=self.password, socket_timeout=REPLY_TIMEOUT_S) as client:

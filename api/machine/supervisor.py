@@ -108,7 +108,7 @@ class Supervisor:
         return 0
 
     def _reap_orphans(self) -> None:
-        """Reap orphaned processes, which would otherwise remain as zombies. Only PID 1 does this.
+        """Reap orphaned processes, which would otherwise remain as zombies, if this process is PID 1.
 
         Exited children are not reaped here because the supervisor needs their exit codes. If an exited child is found
         first, the next call reaps the remaining orphans.
@@ -145,7 +145,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise KeyboardInterrupt if a stop was requested.
 
-        Waiting code calls this method regularly.
+        Code that waits for a child must call this method regularly.
         """
         if self._num_stops:
             raise KeyboardInterrupt

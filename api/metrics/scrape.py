@@ -170,7 +170,7 @@ def _add_running(figures: Figures, models: Sequence[str], running: Sequence[List
 
 
 def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
-    """Yield each model, and `:default`, once for each worker that serves it."""
+    """Yield the names of all served models, and `:default`, once for each worker that serves the model."""
     for worker in workers:
         for model in worker.models:
             if model["status"] == "ready":
@@ -229,9 +229,9 @@ def _count(value: object) -> int:
 
 
 def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
-    """Add the tenants of the first MAX_KEYS active keys, ordered by id. Return whether more keys exist.
+    """Add the tenants of the first MAX_KEYS active keys, ordered by id.
 
-    Raises RedisError.
+    Return whether there are more than MAX_KEYS active keys. Raises RedisError.
     """
     stored: Any = redis.hgetall(api_keys_key())
     found = [entry for raw in stored.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
@@ -251,7 +251,7 @@ def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
 def add_shares(redis: Redis, figures: Figures) -> bool:
     """Add the fairness keys with the most service in the last hour, and the sums of all other keys as `other`.
 
-    Return whether other keys exist. Raises RedisError.
+    Return whether any keys were added as `other`. Raises RedisError.
     """
     shares = tenant_shares(redis)
     for index, share in enumerate(shares):

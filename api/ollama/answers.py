@@ -31,7 +31,7 @@ class AnswerForm:
     def part(
         self, text: str = "", thinking: str = "", calls: Sequence[Any] = (), logprobs: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """Return a part of an answer, which may be empty."""
+        """Return a part of an answer. The part may be empty."""
         said: dict[str, Any] = {"thinking": thinking} if thinking else {}
         if self.url == CHAT:
             message = {"role": "assistant", "content": text, **said}
@@ -67,9 +67,9 @@ class AnswerForm:
 
 
 def end_of(end: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members that end an answer: the reason, and the measured counts and durations in nanoseconds.
+    """Return an answer's final members: the reason why it ended, and the measured counts and durations in nanoseconds.
 
-    The queue time is reported as the loading time. A timed-out job is reported as cut off.
+    The queue time is reported as the loading time. A timed-out job is reported as `length`, like a truncated answer.
     """
     timings, usage = end.get("timings", {}), end["usage"]
     total, queued = timings.get("duration_ms") or 0.0, timings.get("queue_ms") or 0.0
@@ -149,7 +149,7 @@ def running(view: ModelView) -> dict[str, Any]:
 
 
 def shown(view: ModelView) -> dict[str, Any]:
-    """Return a model's description. Its context length is the slot's context length, which limits requests."""
+    """Return a model's description. The context length shown is the slot's context length, which limits requests."""
     architecture, context = view.get("architecture") or "", view.get("ctx_per_slot") or 0
     parameters = {"num_ctx": context, **view.get("sampling", {})}
     return {

@@ -30,8 +30,8 @@ _DURATION = re.compile(
 class ParsedOllamaBody:
     """A job parsed from a body.
 
-    `params` excludes the model and the content, which is a prompt or messages. Empty content checks whether the model
-    is loaded, which doesn't require a job. `names` maps job parameters to the caller's names.
+    `params` excludes the model and the content, which is a prompt or messages. A request with empty content checks
+    whether the model is loaded, which doesn't require a job. `names` maps job parameters to the caller's names.
     """
 
     kind: Literal["chat", "generate"]
@@ -76,7 +76,10 @@ def parse_generate(body: Mapping[str, Any], *, has_template: bool) -> ParsedOlla
 
 
 def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]:
-    """Return the texts and parameters of an embedding job. An empty text checks whether the model is loaded."""
+    """Return the texts and parameters of an embedding job.
+
+    A request with an empty text checks whether the model is loaded.
+    """
     given = set_parameters(body, PARAMETERS[url])
     check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
@@ -91,7 +94,7 @@ def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]
 
 
 def check_keep_alive(value: Any) -> None:
-    """Check a duration, which is a number of seconds or a text such as 5m."""
+    """Check a duration, which is a number of seconds or a string such as 5m."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (value is None or is_number or (isinstance(value, str) and _is_duration(value))):
         raise InvalidJob(f"keep_alive is {shorten(value)}; it must be a number of seconds, or a duration such as 5m")
@@ -147,7 +150,7 @@ def _take_options(params: dict[str, Any], options: Any) -> dict[str, str]:
 
 
 def _is_default(option: str, value: Any) -> bool:
-    """Return whether an option's value means that the job parameter is not set."""
+    """Return whether an option's value leaves the job parameter unset."""
     return type(value) is int and option == "num_predict" and value < 0
 
 
@@ -188,11 +191,11 @@ def _take_think(params: dict[str, Any], given: Mapping[str, Any]) -> None:
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any]) -> None:
     enabled, top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if not isinstance(enabled, bool):
-        raise InvalidJob(f"logprobs is {shorten(enabled)}; it must be true or false, and top_logprobs is the number")
+        raise InvalidJob(f"logprobs is {shorten(enabled)}; use true or false, and set the number with top_logprobs")
     if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
         raise InvalidJob(f"top_logprobs is {shorten(top)}; it must be a number from 0 to {MAX_TOP_LOGPROBS}")
     if top and not enabled:
-        raise InvalidJob(f"top_logprobs is {shorten(top)}, but it requires logprobs: true; set it")
+        raise InvalidJob(f"top_logprobs is {shorten(top)}, but logprobs is not true; set logprobs: true")
     if enabled:
         params["logprobs"] = top
 

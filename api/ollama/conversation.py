@@ -55,8 +55,8 @@ class _CallIds:
     def of_result(self, call_id: Any, name: Any) -> Any:
         """Return the id of the call that a result belongs to.
 
-        If the result has no id, this is the first open call with the same name, or the first open call if no name
-        matches.
+        If the result has no id, it belongs to the first open call with the same name, or to the first open call if no
+        name matches.
         """
         candidates = [one for one in self._open if call_id in (None, one[0])]
         found = next((one for one in candidates if one[1] == name), next(iter(candidates), None))

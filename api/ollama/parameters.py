@@ -1,7 +1,7 @@
 """Define how each of Ollama's parameters and options is handled. The documentation is generated from these tables.
 
-A parameter that is not in a table must be a job parameter (docs/reference/parameters.md). Otherwise, it is rejected.
-Options that are not in `OPTIONS` are also rejected.
+A parameter that is not in a table must be a job parameter (docs/reference/parameters.md). All other parameters are
+rejected. Options that are not in `OPTIONS` are also rejected.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def body_of(
 
 
 def finish_reason_of(reason: str, calls: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return OpenAI's finish reason. A timed-out answer is reported as cut off."""
+    """Return OpenAI's finish reason. A timed-out answer is reported as `length`, like a truncated answer."""
     if reason == "timeout":
         return "length"
     is_partial = any(call.get("partial") for call in calls or ())  # because of a stop string
@@ -112,7 +112,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format. Only the finish reason shows that its arguments were cut off."""
+    """Return a tool call in OpenAI's format. Only the finish reason shows that a call's arguments were cut off."""
     return {name: value for name, value in call.items() if name != "partial"}
 
 

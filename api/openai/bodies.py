@@ -65,13 +65,13 @@ def set_parameters(
 
 
 def _is_converted(name: str, job: type[BaseJob]) -> bool:
-    """Return whether the job supports this vLLM or llama-server parameter, or doesn't need a parameter for it."""
+    """Return whether the gateway can convert this vLLM or llama-server parameter for this type of job."""
     rule = OTHER_SERVERS.get(name) if issubclass(job, GenerationJob) else None
     return rule is not None and (not rule.to or rule.to in job.model_fields)
 
 
 def _known(rules: Mapping[str, ParameterRule], job: type[BaseJob]) -> set[str]:
-    """Return the usable parameter names, which an error for an unknown parameter lists."""
+    """Return the supported parameter names. The error for an unknown parameter lists these names."""
     converted = {n for n, rule in OTHER_SERVERS.items() if rule.handling != "rejected" and _is_converted(n, job)}
     rejected = {name for name, rule in rules.items() if rule.handling == "rejected"}
     renamed = {rule.to for rule in rules.values() if rule.handling == "renamed"} - rules.keys()
@@ -192,9 +192,9 @@ def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -
         return
     enabled, top = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(enabled, bool):
-        raise InvalidJob(f"logprobs is {shorten(enabled)}; it must be true or false, and top_logprobs is the number")
+        raise InvalidJob(f"logprobs is {shorten(enabled)}; use true or false, and set the number with top_logprobs")
     if top is not None and not enabled:
-        raise InvalidJob(f"top_logprobs is {shorten(top)}, but it requires logprobs: true; set it")
+        raise InvalidJob(f"top_logprobs is {shorten(top)}, but logprobs is not true; set logprobs: true")
     if enabled:
         params["logprobs"] = 0 if top is None else num_alternatives(top)
 

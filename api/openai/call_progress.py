@@ -17,8 +17,8 @@ class CallProgress:
     def of(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         """Yield the call pieces in an event.
 
-        Pieces of a call whose start is missing are dropped. In that case, an older worker wrote the start without
-        pieces, and the whole call is sent at the end.
+        Pieces of a call whose start is missing are dropped. A start is missing if an older worker wrote it without
+        pieces, and the whole call is then sent at the end.
         """
         for delta in event.get("tool_call_deltas", ()):
             if "id" not in delta and delta["index"] not in self._sent:

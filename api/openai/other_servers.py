@@ -62,7 +62,8 @@ def rejection(name: str, value: Any, rule: ParameterRule) -> InvalidJob:
 def set_effort(params: dict[str, Any], effort: Any, name: str = "reasoning_effort") -> None:
     """Pass the reasoning effort to the chat template.
 
-    The effort `none` disables thinking, and `low` and higher efforts enable it. With `minimal`, the template decides.
+    The effort `none` disables thinking, and `low` and higher efforts enable it. For the effort `minimal`, the template
+    decides whether to enable thinking.
     """
     if not isinstance(effort, str):
         raise InvalidJob(f"{name} is {shorten(effort)}; it must be a string such as none, low, medium or high")
@@ -74,7 +75,7 @@ def set_effort(params: dict[str, Any], effort: Any, name: str = "reasoning_effor
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return the equivalent value in jobs."""
+    """Convert a vLLM or llama-server value into the value that jobs use."""
     if type(value) is float and value.is_integer() and abs(value) < _MAX_WHOLE:
         value = int(value)  # clients in JavaScript or with dynamic types write 10.0
     if name == "logit_bias":
@@ -95,7 +96,7 @@ def seed_of_job(value: int) -> int | None:
     if value in _RANDOM_SEEDS:
         return None
     if not -(2 ** (_SEED_BITS - 1)) <= value < 2 ** (_SEED_BITS - 1):
-        raise InvalidJob(f"seed is {shorten(value)}; it must be an integer of {_SEED_BITS} bits")
+        raise InvalidJob(f"seed is {shorten(value)}; it must be a {_SEED_BITS}-bit integer")
     return value % (limits.MAX_SEED + 1)
 
 
@@ -137,7 +138,7 @@ def _take_guided(params: dict[str, Any], value: Any, name: str) -> None:
 
 
 def _constrain(params: dict[str, Any], kind: str, value: Any, name: str) -> None:
-    """Set the parameter for a text constraint."""
+    """Set the job parameter that constrains the generated text."""
     if kind == "json_object":
         kind, value = "json", {"type": "object"}
     if kind == "json":
@@ -154,7 +155,7 @@ def _constrain(params: dict[str, Any], kind: str, value: Any, name: str) -> None
 def _choice(texts: Any, name: str) -> str:
     """Return a regular expression that matches exactly these texts."""
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidJob(f"{name} is {shorten(texts)}; a choice must be a list of strings that are not empty")
+        raise InvalidJob(f"{name} is {shorten(texts)}; a choice must be a list of non-empty strings")
     return "|".join("".join("\\" + char if char in _REGEX_MARKS else char for char in text) for text in texts)
 
 

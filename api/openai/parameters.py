@@ -1,7 +1,7 @@
 """Define how each of OpenAI's parameters is handled.
 
 There is one table per endpoint, and the documentation is generated from these tables. A parameter that is not in a
-table must be a job parameter (docs/reference/parameters.md). Otherwise, it is rejected.
+table must be a job parameter (docs/reference/parameters.md). All other parameters are rejected.
 """
 
 from __future__ import annotations

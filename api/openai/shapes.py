@@ -45,7 +45,7 @@ class RefusalPart(TypedDict):
 
 
 class SentToolCall(TypedDict):
-    """A tool call by the model that a client sends back."""
+    """A model's tool call, which a client sends back."""
 
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
@@ -73,7 +73,7 @@ class UserMessage(TypedDict):
 
 
 class SentReply(TypedDict):
-    """A message from the model that a client sends back. Members that clients add, such as `parsed`, are ignored."""
+    """A model's message, which a client sends back. Members that clients add, such as `parsed`, are ignored."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[TextContentPart | RefusalPart] | None]
@@ -364,7 +364,7 @@ class ChatCompletionChunk(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One of the completions, or the text that a chunk of a stream adds to it."""
+    """A completion, or the text that a chunk of a stream adds to a completion."""
 
     index: int
     finish_reason: OpenAIFinishReason | None

@@ -40,9 +40,9 @@ def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[st
 async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, tenant: str | None, ttl_s: int) -> None:
     """Request that the worker announce this object's end in the same operation that ends the job.
 
-    Call this function before the job is queued. It has no effect on a job that is already queued. `kind` is the first
-    part of the event type, for example `response`. `ttl_s` must exceed the longest time that the job may take. The
-    queue stores the announcement text without reading it. Raises RedisError.
+    Call this function before the job is queued. A call has no effect on a job that is already queued. `kind` is the
+    first part of the event type, for example `response`. `ttl_s` must exceed the longest time that the job may take.
+    The queue stores the announcement text without reading it. Raises RedisError.
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):

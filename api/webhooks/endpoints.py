@@ -78,13 +78,13 @@ def check_events(events: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_secret(secret: str) -> str:
-    """Return the secret if it is valid. Raises ValueError if it is invalid."""
+    """Return the secret if it is valid. Raises ValueError if the secret is invalid."""
     key_of(secret)
     return secret
 
 
 class Endpoint(BaseModel):
-    """A registered endpoint. Its `repr` does not show the `secret`."""
+    """A registered endpoint. The object's `repr` does not show the `secret`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -38,12 +38,12 @@ def model_path(given: Path | None) -> Path:
 
 
 def cached_model(name: str, shape: Shape, file_type: str) -> Path:
-    """Return a file with random weights in the cache directory. The file is written if it is missing."""
+    """Return a model file with random weights from the cache directory. A missing file is written first."""
     return _cached(name, lambda path: write_model(path, shape, file_type=file_type))
 
 
 def padded_model() -> Path:
-    """Return the bundled model, made as slow as a model with 160M parameters. The file is written once."""
+    """Return the bundled model, padded until it is as slow as a 160M model. The file is written once."""
     return _cached("padded-160m-q8_0.gguf", lambda path: write_padded(path, 160.0))
 
 
@@ -172,7 +172,7 @@ def warm_up(model: Model) -> None:
 
 @contextlib.contextmanager
 def steps_of(model: Model) -> Iterator[list[StepStats]]:
-    """Collect the steps of an engine within the block."""
+    """Collect the statistics of the engine's steps within the `with` block."""
     steps: list[StepStats] = []
     on_step = model.engine._core.telemetry.on_step
     on_step.append(steps.append)

@@ -1,4 +1,4 @@
-"""Kill a worker at a chosen point between the end of a job and its follow-up.
+"""Kill a worker at a chosen point between the end of a job and the job's next step.
 
 The benchmark marks a job with a file in a directory, and the worker process that reaches the chosen point of this job
 kills itself with SIGKILL. The worker imports this module along with its batch strategy, so the product itself contains
@@ -65,7 +65,7 @@ def used(directory: Path) -> list[tuple[str, str]]:
 
 
 def install() -> None:
-    """Watch all points in this worker process."""
+    """Make this worker process kill itself when it reaches a marked point."""
     directory = Path(os.environ[DIRECTORY])
 
     def reach(point: str, job_id: str | None) -> None:

@@ -96,7 +96,7 @@ def _forget_scripts() -> None:
 
 @dataclass(eq=False, slots=True)
 class FleetJob:
-    """A simulated job, and the times in seconds at which it got its tokens."""
+    """A simulated job, and the times in seconds at which the job received its tokens."""
 
     id: str
     session: Session
@@ -150,7 +150,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Consecutive equal steps of a worker, with each sequence's tokens per step, and start and duration in seconds."""
+    """Consecutive equal steps of a worker, with their start and duration in seconds, and the tokens per step."""
 
     started_at: float
     num_steps: int
@@ -159,7 +159,7 @@ class _Plan:
 
 
 class FleetWorker:
-    """A worker whose steps contain a chunk of prompts, oldest first, and one token of each decoding sequence."""
+    """A worker whose steps compute a chunk of the oldest prompts and one token of each decoding sequence."""
 
     def __init__(self, name: str, shape: FleetShape) -> None:
         self.name = name
@@ -259,7 +259,7 @@ class Observer:
         """Handle a job that a worker has taken."""
 
     def served(self, job: FleetJob, num_computed: int, num_generated: int) -> None:
-        """Handle the numbers of tokens that a job got."""
+        """Handle the numbers of tokens that a worker has computed and generated for a job."""
 
 
 @dataclass

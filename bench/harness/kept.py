@@ -1,9 +1,9 @@
-"""Read saved results, and update the figures that pages take from them.
+"""Read saved benchmark results, and update the figures on pages that come from these results.
 
-A figure on a page is a number followed by a comment that names its source. `figures` finds figures of these forms:
+A figure on a page is a number followed by a comment that names its source. `figures` finds figures in these formats:
 
-    6.3<!-- prefix_cache: median ms -->                          a ratio of the last line that has it
-    6.3<!-- prefix_cache[padded]: median ms -->                  of the last line of a model with that in its name
+    6.3<!-- prefix_cache: median ms -->                          the ratio in the last line that contains this ratio
+    6.3<!-- prefix_cache[padded]: median ms -->                  the same, for a model whose name contains `padded`
     0.1<!-- decode: engine t/s where slots=1 and … * 0.001 -->   a row's column, times a factor
 
 After saving a new result, run `python -m cellama.bench.harness.kept PAGE …` to update the figures on pages.
@@ -52,7 +52,7 @@ class Figure:
     factor: float
 
     def source(self, results: Results) -> dict[str, Any]:
-        """Return the saved result that contains a figure. Raises LookupError if no result contains it."""
+        """Return the latest result that contains the figure. Raises LookupError if no result contains the figure."""
         for line in reversed(results.lines(self.name)):
             if self.model in str(line.get("model", "")) and self._of(line) is not None:
                 return dict(line)

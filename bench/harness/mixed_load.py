@@ -1,4 +1,4 @@
-"""Draw a load that resembles many users, with prompts and answers of mixed lengths, shared prefixes, and chats.
+"""Generate a load like that of many users, with prompts and answers of mixed lengths, shared prefixes, and chats.
 
 The whole load is drawn from a seed as token ids, so that all peers receive the same load. With `ignore_eos`, each
 answer is exactly as long as drawn.
@@ -27,7 +27,7 @@ Conversation = tuple[Line, ...]  # its turns: each prompt begins with the one be
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """The numbers and lengths in a load. `scale` shrinks all lengths for small models and machines."""
+    """The numbers of requests, chats and turns in a load. `scale` shrinks all lengths for small models and machines."""
 
     num_requests: int
     num_chats: int = 0  # number of conversations among the requests …
@@ -70,7 +70,7 @@ def flat(found: Iterable[Conversation]) -> list[Line]:
 
 
 class _Draw:
-    """The drawn requests, in order."""
+    """Draws requests and chats from a seed."""
 
     def __init__(self, shape: LoadShape, seed: int) -> None:
         self.rng = random.Random(f"mixed load {seed}")
@@ -112,7 +112,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The total sizes of a load."""
+    """The number of requests in a load, and its total numbers of tokens."""
 
     requests: int
     prompt_tokens: int
@@ -122,7 +122,7 @@ class Sizes:
 
 
 def sizes(lines: Sequence[Line]) -> Sizes:
-    """Return the total sizes of these lines."""
+    """Return the number of requests and the total numbers of tokens in these lines."""
     return Sizes(
         requests=len(lines),
         prompt_tokens=sum(len(line.prompt) for line in lines),

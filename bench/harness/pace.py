@@ -17,9 +17,9 @@ SLOW_S = 0.05  # per step: the longest text of the bundled model takes more than
 
 
 class Paced(Adaptive):
-    """The Adaptive strategy with an initial pause in each step, whose duration is in the file.
+    """The Adaptive strategy with a pause at the start of each step.
 
-    Cancellations still work.
+    A file or an environment variable contains the pause in seconds. Requests can still be cancelled.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Paced(Adaptive):
 
 @contextlib.contextmanager
 def slowed(path: Path, seconds: float = SLOW_S) -> Iterator[None]:
-    """Slow down the steps of workers that read this file, within the `with` block."""
+    """Slow down the steps of workers that read this file, until the `with` block ends."""
     writing = path.with_suffix(".new")
     writing.write_text(str(seconds))
     writing.rename(path)  # no reader finds half of it

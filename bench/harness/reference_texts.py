@@ -26,7 +26,7 @@ class ReferenceText(NamedTuple):
     ties: Sequence[tuple[int, int]]  # characters among which a text that goes another way at the tie first differs
 
     def compare(self, text: str) -> Literal["same", "tied", "other"]:
-        """Return "same", "tied" if the text first differs at a near tie, or otherwise "other"."""
+        """Return "same" if the texts are equal, "tied" if they first differ at a near tie, and otherwise "other"."""
         if text == self.text:
             return "same"
         place = self.place_of_difference(text)
@@ -39,7 +39,7 @@ class ReferenceText(NamedTuple):
 
 
 def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
-    """Return the texts of jobs that requested LOGPROBS, with the vocabulary of the model at `source`."""
+    """Return the texts and near ties of jobs that requested LOGPROBS, with the vocabulary of the model at `source`."""
     with Tokenizer(source) as tokenizer:
         return [_reference_text(result, tokenizer) for result in results]
 
@@ -55,6 +55,9 @@ def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
 
 
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:
-    """Return the difference to the logprob of the next likeliest token. Likelier tokens were not allowed."""
+    """Return the chosen token's logprob minus the next lower logprob.
+
+    Tokens that are likelier than the chosen token are ignored, because the constraint did not allow these tokens.
+    """
     allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
     return chosen - allowed[1] if len(allowed) > 1 else math.inf

@@ -93,7 +93,7 @@ def _number(value: float, digits: int) -> str:
 def where() -> dict[str, str]:
     """Return the hardware and the commit.
 
-    The commit is marked as changed if files other than saved results differ from it.
+    The commit is marked as dirty if files other than saved results have uncommitted changes.
     """
     commit = _git("describe", "--always") + "-dirty" * bool(_git("diff", "HEAD", "--name-only", "--", *_SOURCES))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -45,7 +45,7 @@ _COUNT = struct.Struct("<q")  # number of tokens that a worker sampled
 
 
 def _count_sampled(path: Path) -> None:
-    """Count the tokens that this worker's engines sample in a file that survives SIGKILL."""
+    """Count the tokens that this worker's engines sample. The count is in a file, which survives SIGKILL."""
     path.write_bytes(bytes(_COUNT.size))
     with path.open("r+b") as file:
         counter = mmap.mmap(file.fileno(), _COUNT.size)
@@ -67,14 +67,14 @@ if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one
 
 
 class CountingStrategy(Paced):
-    """The Paced strategy for workers whose tokens are counted. Workers import this module to load it."""
+    """The Paced strategy. Workers that load this strategy import this module, which counts sampled tokens."""
 
 
 class FragileStrategy(CountingStrategy):
     """A strategy that kills its worker when a prompt has at least POISON_TOKENS tokens left to compute.
 
-    The text of an earlier attempt is computed like a prompt, so the jobs that run alongside the poisonous job must be
-    shorter.
+    A new attempt computes the text of earlier attempts like a prompt. Therefore, the prompt and text of every other job
+    must be shorter than POISON_TOKENS.
     """
 
     def build_batch(
@@ -105,7 +105,10 @@ class StoredStates:
         self.num_lost = 0
 
     def forget_lost(self, since: set[str], redis: Any) -> None:
-        """Forget states that may be stored again because Redis has lost them or because they are not in `since`."""
+        """Forget the states of jobs that may store a state again.
+
+        These are jobs whose state Redis has lost, and jobs that are not in `since`.
+        """
         for job_id in list(self.states):
             if not redis.exists(f"celery-task-meta-{job_id}"):
                 self.num_lost += 1
@@ -313,14 +316,14 @@ def serving(
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process, its threads and its running children have used."""
+    """Return the CPU time in seconds that a process, its threads and its running children have used."""
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))
 
 
 def redis_cpu_s(redis: Any) -> float:
-    """Return the processor seconds that Redis has used, with microsecond resolution."""
+    """Return the CPU time that Redis has used, in seconds with microsecond resolution."""
     used = redis.info("cpu")
     return float(used["used_cpu_user"] + used["used_cpu_sys"])
 

@@ -77,7 +77,7 @@ class Simulated:
 
     @property
     def ttft_ms(self) -> list[float]:
-        """Return the milliseconds to the first token of the requests that arrived at the start."""
+        """Return the time to first token, in milliseconds, of each request that arrived at the start."""
         return [times[0] * 1e3 for times in self.texts_s.values()]
 
     @property
@@ -85,7 +85,7 @@ class Simulated:
         return self.gaps_of(self.texts_s)
 
     def gaps_of(self, names: Iterable[str]) -> list[float]:
-        """Return the milliseconds between the tokens of these requests."""
+        """Return the gaps between the tokens of these requests, in milliseconds."""
         pairs = (pair for name in names for pair in pairwise(self.texts_s[name]))
         return [(after - before) * 1e3 for before, after in pairs]
 
@@ -98,7 +98,7 @@ def simulate(
     costs: Costs,
     arriving: Sequence[tuple[float, Line]] = (),
 ) -> Simulated:
-    """Simulate a load. All lines arrive at once, and interactive requests arrive at the given times in seconds."""
+    """Simulate a load. All lines arrive at the start, and interactive requests arrive at the given times in seconds."""
     context = max(len(line.prompt) + line.num_new for line in [*lines, *(line for _, line in arriving)]) + 1
     backend = FakeBackend(n_slots=slots, ctx_per_slot=context, n_batch=2048)
     scheduler, found = Scheduler(Limits(512, 512), strategy, backend, SAVED_BYTES), Simulated()

@@ -1,4 +1,4 @@
-"""Set the wall clock of a Python process that starts with `environment_of` ahead by `CLOCK_AHEAD_S` seconds.
+"""Set a Python process's wall clock ahead by `CLOCK_AHEAD_S` seconds if the process starts with `environment_of`.
 
 The module is copied as `sitecustomize.py` to a directory in PYTHONPATH, so it takes effect before other imports. The
 module replaces `time.time`, `time_ns`, `clock_gettime` and `clock_gettime_ns` for CLOCK_REALTIME, and `now`, `utcnow`
@@ -35,7 +35,7 @@ def set_ahead(ahead_s: float) -> None:
         return real_clock_ns(clock) + (ahead_ns if clock == time.CLOCK_REALTIME else 0)
 
     class LooksReal(type):
-        """Treat times that C code creates as instances of the replaced class."""
+        """Treat datetimes that C code creates as instances of the replacement class."""
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, real_datetime)

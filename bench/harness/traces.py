@@ -46,7 +46,7 @@ Lengths = Callable[[random.Random], tuple[int, int]]  # returns the tokens of a 
 
 
 def conversations(num_requests: int, per_s: float, seed: int) -> list[Session]:
-    """Return sessions in the shape of Mooncake's conversation trace.
+    """Return sessions that resemble Mooncake's conversation trace.
 
     `per_s` is the mean number of requests per second, provided that the fleet keeps up.
     """
@@ -124,5 +124,5 @@ def _lognormal(rng: random.Random, median: float, sigma: float) -> int:
 
 
 def text_of(blocks: Sequence[int]) -> str:
-    """Return a text that consists of these blocks, with about as many characters as the blocks have on average."""
+    """Return a text that represents these blocks, with about as many characters as such blocks have on average."""
     return "".join(f"{block:08x}" * (BLOCK * CHARS_PER_TOKEN // 8) for block in blocks)

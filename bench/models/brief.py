@@ -1,6 +1,6 @@
 """Make the bundled model close open brackets and quotes, so that constrained answers are short.
 
-When a schema constrains it, the model's text rarely makes sense and repeats itself in endless lists and strings.
+Without this bias, the model fills constrained answers with endless lists and strings that repeat themselves.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def complete(prompt: list[int], num_new: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naive_worker(folder: Path, model: Path, *, processes: int, threads: int, context: int) -> Iterator[Submit]:
-    """Run a Celery worker with a separate Redis, and yield a function that sends it `complete`."""
+    """Run a Celery worker with a separate Redis, and yield a function that sends `complete` tasks."""
     redis = RedisServer.start(folder / "naive-redis")
     own = {URL: redis.url, MODEL: str(model), THREADS: str(threads), CONTEXT: str(context)}
     producer = Celery(broker=redis.url, backend=redis.url, set_as_current=False)

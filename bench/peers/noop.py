@@ -1,4 +1,4 @@
-"""Define a Celery task that does nothing, as the lower bound for the cost of a job in Celery and Redis."""
+"""Define a Celery task that does nothing, which gives a lower bound for a job's cost in Celery and Redis."""
 
 from __future__ import annotations
 

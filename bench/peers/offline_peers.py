@@ -36,7 +36,8 @@ class TimedFile:
 def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFile:
     """Call `run` with the open output file, and measure its duration.
 
-    Raises RuntimeError if a result lacks tokens, because runs would not be comparable.
+    Raises RuntimeError if a result doesn't have the requested number of tokens, because the run would not be
+    comparable.
     """
     wanted = {line.custom_id: line.num_new for line in read_lines(source)}
     started = time.monotonic()
@@ -115,7 +116,7 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
 
 
 def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> TimedFile:
-    """Estimate the time for these prompt tokens and all new tokens from the rates that llama-batched-bench reports."""
+    """Estimate a run's time from the prefill and decode rates that llama-batched-bench reports."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
     options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))

@@ -1,4 +1,4 @@
-"""Run a proxy that passes on requests unchanged, and records them with their answers."""
+"""Run a proxy that forwards requests unchanged, and records the requests with their answers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Exchange:
 
 
 class Recorder(ThreadingHTTPServer):
-    """Passes on requests to a server on this machine. `before` is called with each body before it is passed on."""
+    """Forwards requests to a server on this machine. `before` is called with each body before it is forwarded."""
 
     daemon_threads = True
 

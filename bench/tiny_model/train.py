@@ -100,7 +100,7 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
 def windows(
     tokenizer: Tokenizer, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Yield windows of `length` + 1 tokens from changed documents, and the loss weight of each token."""
+    """Yield windows of `length` + 1 tokens, with the loss weight of each token. `change` edits each document first."""
     ids: list[int] = []
     weights: list[float] = []
     for document in documents(seed):

@@ -64,9 +64,9 @@ class Adapters:
     def load(self, name: str, source: str, path: Path, scale: float = 1.0) -> AdapterInfo:
         """Load an adapter from a file, and return its description.
 
-        Once it is loaded, requests that don't choose any adapters use it at this scale. Other requests continue while
-        the adapter is loading. If loading fails, the adapter is removed from memory. Raises IdTaken, InvalidRequest and
-        AdapterLoadFailed.
+        Once the adapter is loaded, requests that don't choose any adapters use it at this scale. Other requests
+        continue while the adapter is loading. If loading fails, the adapter is removed from memory. Raises IdTaken,
+        InvalidRequest and AdapterLoadFailed.
         """
         with self._changed:
             self.check_new(name, scale)
@@ -93,7 +93,7 @@ class Adapters:
                 raise IdTaken(f"adapter {name!r} already exists; choose another name, or unload it first")
 
     def check_unload(self, name: str) -> None:
-        """Raise UnknownAdapter if `unload` would raise it now."""
+        """Raise UnknownAdapter if `unload` would raise this error now."""
         with self._changed:
             if name not in self._unloaded or name in self._entries:
                 self._ready(name)
@@ -140,14 +140,14 @@ class Adapters:
         self._store.free_adapter(adapter.handle)
 
     def infos(self) -> list[AdapterInfo]:
-        """Return descriptions of all adapters, including those that are loading or unloading."""
+        """Return descriptions of all adapters, including adapters that are loading or unloading."""
         with self._changed:
             return [self._info(name, entry) for name, entry in self._entries.items()]
 
     # Requests
 
     def acquire(self, choice: Iterable[tuple[str, float]] | None) -> AdapterSet:
-        """Return the adapters that a request chooses, or the default adapters if `choice` is None.
+        """Return the adapters in `choice`, or the default adapters if `choice` is None.
 
         The adapters stay loaded until `release` is called. Raises UnknownAdapter.
         """

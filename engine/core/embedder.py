@@ -66,7 +66,10 @@ class EmbeddingHandle:
         self.future.cancel()
 
     def finished(self) -> Vectors:
-        """Return all vectors, truncated to `dimensions` numbers, and scaled to unit length if `normalize` is true."""
+        """Return all vectors, truncated to `dimensions` numbers.
+
+        If `normalize` is true, they are scaled to unit length.
+        """
         rows = np.vstack(self.vectors)[:, : self.dimensions]
         if self.normalize:
             lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -82,13 +85,13 @@ Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 class Embedder:
     """Embeds texts.
 
-    Callers take turns in each batch, so a caller with a few texts doesn't wait behind a caller with many.
+    Callers take turns in each batch, so a caller with a few texts doesn't wait behind a caller with many texts.
     """
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
         """Create an embedder.
 
-        `ending` contains the tokens that end every text. A truncated text also ends with them.
+        `ending` contains the tokens that end every text. A truncated text also ends with these tokens.
         """
         self._backend = backend
         self._ending = ending
@@ -107,7 +110,7 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """The maximum number of tokens in a text."""
+        """The maximum number of tokens per text."""
         return self._backend.max_tokens
 
     @property
@@ -136,9 +139,9 @@ class Embedder:
         """Submit the token ids of one or more texts.
 
         The vectors are float32 arrays with `n_embd` dimensions. If `dimensions` is given, each vector is truncated to
-        this number of dimensions, which is useful only for models trained for it. `normalize` then scales each vector
-        to unit length. `truncate` shortens texts that exceed the limit, instead of rejecting them. Raises
-        InvalidRequest, PromptTooLong and EngineStopped.
+        this number of dimensions, which is useful only if the model was trained to produce truncatable vectors.
+        `normalize` then scales each vector to unit length. `truncate` shortens texts that exceed the limit, instead of
+        rejecting them. Raises InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not texts:
             raise InvalidRequest("texts: the list is empty; give at least one text")
@@ -209,7 +212,7 @@ class Embedder:
             raise InvalidRequest(f"texts.{index} is empty; add some text")
         if num_tokens > self.max_tokens:
             raise PromptTooLong(
-                f"texts.{index} has {num_tokens} tokens, but the limit of the model is {self.max_tokens}; "
+                f"texts.{index} has {num_tokens} tokens, but the model's limit is {self.max_tokens}; "
                 "split the text or set truncate"
             )
 
@@ -276,7 +279,7 @@ class Embedder:
                 self._waiting.append(handle)
 
     def _batch_tokens(self) -> int:
-        """Return the number of tokens that a batch can contain if it should take about BATCH_S."""
+        """Return the number of tokens that can be computed in about BATCH_S."""
         affordable = 0 if self._token_s is None else int(BATCH_S / self._token_s)
         return min(max(affordable, MIN_BATCH_TOKENS), self._backend.batch_tokens)
 
@@ -317,7 +320,7 @@ class Embedder:
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        """Retry each text of a failed batch alone. A request fails only if its text fails again.
+        """Retry each text of a failed batch alone. A request fails only if one of its texts fails again.
 
         Raises `error` if the backend is broken.
         """
@@ -362,12 +365,15 @@ class Pairs(Protocol):
 
 
 class Reranker:
-    """Scores the relevance of documents to a query. The score is the first output of the classification head."""
+    """Scores the relevance of documents to a query.
+
+    A document's score is the first output of the model's classification head.
+    """
 
     def __init__(self, pairs: Pairs, embedder: Embedder) -> None:
         """Create a reranker.
 
-        The embedder's pooling must be "rank". Its thread computes the scores.
+        The embedder's pooling must be "rank". The embedder's thread computes the scores.
         """
         self._pairs = pairs
         self.embedder = embedder
@@ -400,7 +406,7 @@ class Reranker:
         return cut
 
     def scores(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """Return each document's score, in order. Raises the errors of `submit`."""
+        """Return each document's score, in order. Raises the same errors as `submit`."""
         return scores_of(self.submit(query, documents, truncate=truncate))
 
 

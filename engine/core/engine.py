@@ -150,8 +150,8 @@ class Engine:
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
         """Prefill a prompt into the cache without generating any text.
 
-        Later requests don't recompute the prompt if they start with it or continue from its `finish_key`. The
-        parameters and errors are the same as for `generate`.
+        A later request doesn't recompute the prompt if it starts with the prompt or continues from the prompt's
+        `finish_key`. The parameters and errors are the same as for `generate`.
         """
         return self.complete(prompt, timeout_s=timeout_s, **{**params, "max_tokens": 0})
 
@@ -211,7 +211,7 @@ class Engine:
     def draft_tokens(self, prefix: Prompt, most: int, *, timeout_s: float = GENERATE_TIMEOUT_S) -> tuple[int, ...]:
         """Return up to `most` tokens of a prefix's greedy continuation, for verification by another model.
 
-        The result is shorter if the text ends earlier. Raises TimeoutError and the errors of `submit`.
+        The result is shorter if the text ends earlier. Raises TimeoutError and the same errors as `submit`.
         """
         return self.complete(prefix, timeout_s=timeout_s, max_tokens=most, **_GREEDY).tokens
 
@@ -225,8 +225,8 @@ class Engine:
     ) -> Verdict:
         """Count the leading candidates that match the prefix's greedy continuation, and return the token after them.
 
-        `most` limits the number of candidates. Raises TimeoutError, InvalidRequest and the errors of `submit`. Raises
-        PromptTooLong if the prefix and the candidates leave no room for another token.
+        `most` limits the number of candidates. Raises TimeoutError, InvalidRequest and the same errors as `submit`.
+        Raises PromptTooLong if the prefix and the candidates leave no room for another token.
         """
         check_int("most", len(candidates) if most is None else most, 0)
         drafts = tuple(candidates[:most])
@@ -351,7 +351,7 @@ class Engine:
         self._core.telemetry.on_request.append(listener)
 
     def count_steps(self, counts: StepCounts) -> None:
-        """Register counts to which the engine thread adds every step and every gap between tokens."""
+        """Register histograms in which the engine thread counts every step and every gap between tokens."""
         self._core.telemetry.step_counts.append(counts)
 
     def snapshot(self) -> EngineSnapshot:
@@ -360,9 +360,9 @@ class Engine:
 
     @property
     def last_cache_hit(self) -> PrefixHit | None:
-        """The prefix hit of the request that most recently got a slot, or None if no request has got one.
+        """The prefix hit of the request that most recently got a slot, or None if no request has had a slot.
 
-        Reading this property never waits.
+        Reading this property never blocks.
         """
         return self._core.telemetry.last_cache_hit
 
@@ -380,7 +380,7 @@ class Engine:
     def cached_prefix(
         self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None
     ) -> dict[CacheTier, int]:
-        """Return the number of leading prompt tokens that are on the device, in RAM and on disk.
+        """Return how many leading prompt tokens are on the device, in RAM and on disk.
 
         Only states with this scope and these adapters count. This method never waits for the engine thread, so the
         result may be slightly out of date. Raises UnknownAdapter.
@@ -393,10 +393,10 @@ class Engine:
         return found
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write reusable states to the cache directory, including those of running requests, and return their number.
+        """Write reusable states, including those of running requests, to the cache directory.
 
-        States that are not written within `timeout_s` are skipped. If the engine has no cache directory, nothing is
-        written.
+        Return the number of written states. States that are not written within `timeout_s` are skipped. If the engine
+        has no cache directory, nothing is written.
         """
         if self.store is None:
             return 0
@@ -438,8 +438,8 @@ class Engine:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Fail unfinished requests with EngineStopped and free the backend.
 
-        Return False if the current step has not finished after `timeout_s`. Call `save_states` first to keep the states
-        in RAM.
+        Return False if the current step has not finished after `timeout_s`. To keep the states that are in RAM, call
+        `save_states` before this method.
         """
         if self._inbox.close():
             self._backend.abort()

@@ -95,8 +95,8 @@ class EngineCore:
     def step(self) -> None:
         """Run all pending commands and compute the next tokens. An idle engine makes no decode call.
 
-        A failure caused by a single request ends only that request. Raises BackendBroken. If a step fails repeatedly
-        and no single request is the cause, its error is raised.
+        A failure caused by a single request ends only that request. Raises BackendBroken. If steps fail repeatedly and
+        no single request is the cause, the last step's error is raised.
         """
         self._receive()
         self._pulse.beat("step")
@@ -183,7 +183,7 @@ class EngineCore:
         self._num_faults = 0
 
     def _copy_running_state(self) -> None:
-        """Offer a running sequence's state to the disk tier, so that another process can resume it after a crash."""
+        """Offer a sequence's state to the disk tier, so another process can resume the sequence after a crash."""
         if self.disk is None or not self.disk.may_copy(time.monotonic()):
             return
         for slot, sequence in enumerate(self.scheduler.slots):
@@ -199,7 +199,7 @@ class EngineCore:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
-        """Find the requests that cause a step to fail, by running a separate step for each request.
+        """Run a separate step for each request to find the requests that cause a step to fail.
 
         A request fails if its separate step fails. If the separate steps of several requests all fail, none of these
         requests is the cause, and the error is raised. The error is also raised after more than MAX_FAULTS consecutive
@@ -254,7 +254,7 @@ class EngineCore:
         return self.scheduler.cache.unsaved() + running
 
     def save_slot(self, slot: int) -> None:
-        """Copy a slot's state to RAM if necessary. The RAM tier then offers it to the disk tier."""
+        """Copy a slot's state to RAM if necessary. The RAM tier then offers the state to the disk tier."""
         cache, sequence = self.scheduler.cache, self.scheduler.slots[slot]
         if sequence is None:
             cache.save_unsaved(slot)
@@ -274,7 +274,7 @@ class EngineCore:
             self.disk.offer(state)
 
     def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
-        """Return the number of leading tokens that are on the device and in RAM. Any thread may call this."""
+        """Return how many leading tokens are on the device and in RAM. Any thread may call this method."""
         slots = list(self.scheduler.slots)
         running = [None if s is None else (s.tokens[: s.num_computed], s.scope) for s in slots]
         return self.scheduler.cache.probe(running, tokens, scope)

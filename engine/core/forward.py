@@ -29,7 +29,7 @@ class Deferred(DecodeError):
 
 
 class BackendBroken(Exception):
-    """Raised if the backend can no longer compute any requests, so no single request is the cause."""
+    """Raised if the backend can't compute requests anymore. No single request is the cause."""
 
 
 class Computed(NamedTuple):
@@ -66,16 +66,17 @@ class Forward:
         self._has_arrival = False
 
     def interrupt_bulk(self) -> None:
-        """Stop this step's bulk work because an interactive request has arrived. Any thread may call this."""
+        """Stop this step's bulk work because an interactive request has arrived. Any thread may call this method."""
         self._has_arrival = True
         if self._is_interruptible:
             self._backend.abort()
 
     def run(self, works: list[SlotWork]) -> Iterator[Computed]:
-        """Decode and yield one micro-batch at a time. The caller must sample its tokens before requesting the next one.
+        """Decode and yield one micro-batch at a time.
 
-        If a micro-batch fails, each of its requests is retried alone. A request ends if it also fails alone. Raises
-        BackendBroken if the backend is broken and another process can take over.
+        The caller must sample a micro-batch's tokens before requesting the next micro-batch. If a micro-batch fails,
+        each of its requests is retried alone. A request ends if it also fails alone. Raises BackendBroken if the
+        backend is broken and another process can take over.
         """
         self._drafting.begin_step()
         checks, works = self._drafting.take_checks(works)
@@ -89,9 +90,9 @@ class Forward:
             yield from self._compute(micro_batch)
 
     def _may_draft(self) -> bool:
-        """Return whether drafts would delay no prompt or stream.
+        """Return whether drafts can be decoded without delaying a prompt or a stream.
 
-        This is the case if all slots are decoding and belong to the same class.
+        Drafts delay nothing if all slots are decoding and belong to the same class.
         """
         if not self._drafting.is_active:
             return False
@@ -151,7 +152,10 @@ class Forward:
         return None
 
     def _main_request(self, works: list[SlotWork], num_tokens: int) -> Handle | None:
-        """Return the request that accounts for most of the batch's tokens, or None. Cancelling it aborts the call."""
+        """Return the request that accounts for most of the batch's tokens, or None.
+
+        Cancelling this request aborts the call.
+        """
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # each request has one token
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
@@ -189,7 +193,7 @@ class Forward:
             return
         self._num_failed_alone += 1
         if self._num_failed_alone >= BROKEN and self._pulse.is_watched:
-            raise BackendBroken(f"{self._num_failed_alone} consecutive requests failed alone; last error: {error!r}")
+            raise BackendBroken(f"{self._num_failed_alone} requests in a row failed alone; last error: {error!r}")
         failure = DecodeFailed(f"{error} for this request alone; other requests were not affected")
         self._requests.fail(sequence, failure)
 
@@ -199,10 +203,10 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
 
     If each slot has its own stream of cells (not `unified`), single tokens and longer chunks are decoded in separate
     calls. In a combined call, llama.cpp would compute the first token of every slot in one pass and the remaining
-    tokens in another. The remaining chunks would then no longer fill llama.cpp's tiles of 64 rows
-    (docs/adr/002-prefill-chunks.md). Calls with longer chunks always come first. If the order changed, two of these
-    calls could come between two tokens of a stream. The last chunks of interactive prompts are decoded individually, in
-    order of admission, so the first request doesn't wait for the second.
+    tokens in another pass. The remaining chunks would then no longer fill llama.cpp's tiles of 64 rows
+    (docs/adr/002-prefill-chunks.md). Calls with longer chunks always come first. If the order varied, two calls with
+    longer chunks could come between two tokens of a stream. The last chunks of interactive prompts are decoded
+    individually, in order of admission. The first request therefore doesn't wait for the second request.
     """
     if unified:
         return [list(works)] if works else []
@@ -223,5 +227,5 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
 
 
 def _is_awaited(work: SlotWork) -> bool:
-    """Return whether this chunk ends an interactive prompt, so the request's first token follows it."""
+    """Return whether this chunk completes an interactive prompt, after which the request's first token is sampled."""
     return work.sequence.request.is_interactive and work.chunk.samples

@@ -75,7 +75,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Return whether the request has finished, failed or been cancelled."""
+        """Return whether the request has ended: it has finished, has failed, or was cancelled."""
         return self.future.done()
 
     def deliver(self, event: Event) -> None:
@@ -241,7 +241,7 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """A request's sequences, each of which generates one of its `n` completions.
+    """A request's sequences. Each sequence generates one of the request's `n` completions.
 
     The request ends when its last sequence ends. Only the engine thread may use it.
     """
@@ -252,7 +252,10 @@ class RequestGroup:
     finished: list[Completion] = field(default_factory=list)  # in the order in which they finished
 
     def completion(self) -> Completion:
-        """Return the first completion, with the other completions as its alternatives. Its usage covers all of them."""
+        """Return the first completion, with the other completions as its alternatives.
+
+        The usage covers all completions.
+        """
         first, *others = sorted(self.finished, key=lambda completion: completion.index)
         if not others:
             return first
@@ -269,7 +272,7 @@ class RequestGroup:
 class EngineRequests:
     """Owns the sequences of all requests. Only the engine thread may use it.
 
-    Errors caused by a single request are never raised by these methods. They end only that request.
+    These methods never raise errors that are caused by a single request. Such an error ends only that request.
     """
 
     def __init__(
@@ -342,7 +345,10 @@ class EngineRequests:
         self._resume(group)
 
     def _resume(self, group: RequestGroup) -> None:
-        """Add the earlier output to the sequences of a resumed request. Some of the sequences may then be finished."""
+        """Add the earlier output to the sequences of a resumed request.
+
+        As a result, some sequences may already be finished.
+        """
         if group.handle.request.prefill_only:
             return  # it ends when its prompt has been computed
         for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
@@ -361,7 +367,7 @@ class EngineRequests:
     def start(self, sequence: Sequence) -> None:
         """Create a sampler for a sequence that has received a slot, and emit Started.
 
-        If this fails, the request fails.
+        If creating the sampler fails, the request fails.
         """
         group = self._group_of.get(sequence)
         if group is not None and sequence.sampler is None:  # a preempted sequence already has a sampler
@@ -396,7 +402,8 @@ class EngineRequests:
     def sample(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
         """Sample a sequence's next token and process it. The token may make text final or end the sequence.
 
-        As long as the sampled token matches the chunk's next draft token, the token after it is also sampled.
+        As long as the sampled token matches the chunk's next draft token, the token after the draft token is also
+        sampled.
         """
         self._pulse.suspect = sequence.request.id  # cheaper than a beat, which would add a third to the time per token
         if (group := self._group_of.get(sequence)) is None:

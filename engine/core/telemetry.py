@@ -1,7 +1,7 @@
 """An engine's telemetry: request timings, counters, rates, snapshots and listeners.
 
-The engine thread writes the counters. From any thread, a snapshot reads single numbers and copies of lists without a
-lock, so it is up to date even during a long step.
+The engine thread writes the counters. Any thread can take a snapshot. A snapshot reads single numbers and copies of
+lists without a lock, so it is up to date even during a long step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEAN_WEIGHT = 0.05  # weight of a new value in a running mean: about the last tw
 
 
 def timings_of(sequence: Sequence, now: float) -> RequestTimings:
-    """Return a request's timings until `now`: its waiting time, its time to first token, and its rates."""
+    """Return a request's timings up to `now`: the waiting time, the time to first token, and the token rates."""
     admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
     waiting_since = sequence.prefix_wait_since
     prefix_wait_s = sequence.prefix_wait_s + (0.0 if waiting_since is None else now - waiting_since)
@@ -57,8 +57,8 @@ def _rate(count: int, seconds: float | None) -> float | None:
 class StepCounts:
     """Histograms of the gaps between two tokens of a sequence, and of batch sizes.
 
-    Only the engine thread writes them. Any thread may copy the lists. At worst, a copy is missing part of the last gap
-    or step.
+    Only the engine thread writes the histograms. Any thread may copy the lists. At worst, a copy is missing part of the
+    last gap or step.
     """
 
     def __init__(self, gap_bounds_s: Iterable[float], batch_bounds: Iterable[float]) -> None:
@@ -70,7 +70,7 @@ class StepCounts:
         self.tokens = 0  # tokens in all batches
 
     def gap(self, seconds: float) -> None:
-        """Count the gap between a sequence's latest token and the previous one."""
+        """Count the gap between a sequence's last two tokens."""
         self.gaps[bisect_left(self._gap_bounds_s, seconds)] += 1
         self.gaps_s += seconds
 
@@ -91,8 +91,8 @@ class Rates:
     def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
         """Record the counters after a step that took `took_s` seconds.
 
-        While the engine is idle, all rates are 0. After an idle time, the measurement starts at the beginning of the
-        next step if its duration is known, and at its end otherwise.
+        While the engine is idle, all rates are 0. After an idle period, the measurement starts at the beginning of the
+        next step if the step's duration is known, and otherwise at the end of the step.
         """
         now = time.monotonic()
         if self._started_at is None:
@@ -167,7 +167,7 @@ class Telemetry:
         self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
-        """Count a finished request. Without a completion, the request counts as failed."""
+        """Count a finished request. A request without a completion counts as failed."""
         self._finished += completion is not None
         self._failed += completion is None
         if completion is not None:
@@ -181,7 +181,7 @@ class Telemetry:
     def token(self, gap_s: float | None = None) -> None:
         """Count a token and the gap before it.
 
-        The gap is None for the first token and for accepted draft tokens.
+        `gap_s` is None for the first token and for accepted draft tokens.
         """
         self._generated_tokens += 1
         if gap_s is not None:

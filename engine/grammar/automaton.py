@@ -25,7 +25,7 @@ _MAX_UNSORTED = 64  # number of stacks above which a state sorts its stacks by b
 
 
 class Frame:
-    """The node at which parsing continues after the current rule or loop. Equal frames are the same object."""
+    """The node at which parsing continues after the current rule or loop. Frames that are equal are the same object."""
 
     __slots__ = ("count", "node", "outer")
 
@@ -39,9 +39,9 @@ Stack = tuple[int, Frame | None]
 
 
 class WorkBudget:
-    """A request's remaining work in parse steps, each of which examines one stack.
+    """A request's remaining work, counted in parse steps. A parse step examines one stack.
 
-    All of its sequences share the budget.
+    All sequences of the request share the budget.
     """
 
     def __init__(self, remaining: int = limits.GRAMMAR_WORK) -> None:
@@ -58,7 +58,7 @@ class WorkBudget:
             )
 
     def earn(self) -> None:
-        """Increase the budget after a token was accepted."""
+        """Increase the budget after a token has been accepted."""
         self.remaining = min(self.remaining + limits.GRAMMAR_WORK_PER_TOKEN, limits.GRAMMAR_WORK)
 
 
@@ -72,7 +72,7 @@ class Automaton:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all states. `number_of` assigns new numbers to states that sequences still use."""
+        """Drop all states. If sequences still use some of these states, `number_of` assigns new numbers to them."""
         self._frames: dict[tuple[int, int, Frame | None], Frame] = {}
         self.states: list[frozenset[Stack]] = []
         self.accepting: list[bool] = []
@@ -219,7 +219,7 @@ class Automaton:
         return frozenset(stacks)
 
     def _iterations(self, number: int, loop: Loop, done: int, outer: Frame | None) -> list[Stack]:
-        """Return the stacks after `done` iterations of a loop, which either ends or starts another iteration.
+        """Return the stacks after `done` iterations of a loop. The loop then either ends or starts another iteration.
 
         Iteration counts are capped once they no longer make a difference, so that equivalent stacks are equal.
         """

@@ -68,7 +68,7 @@ class _CachedGrammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary, and caches those used recently. This class is thread-safe."""
+    """Compiles constraints for one vocabulary, and caches the recently used constraints. This class is thread-safe."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Grammars:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """Create a compiler. The arguments are those of MatcherTokens."""
+        """Create a compiler. The arguments are the same as for MatcherTokens."""
         self._pieces = pieces
         self._controls = controls
         self._ends = ends
@@ -98,8 +98,8 @@ class Grammars:
         """Compile a constraint.
 
         Raises InvalidRequest if it can't be compiled. llguidance releases the GIL during compilation. `visible` maps
-        control tokens to their texts, which are part of the output. GBNF matches their text, and Lark refers to them by
-        name.
+        control tokens to their texts, which are part of the output. A GBNF grammar matches the texts of these tokens,
+        and a Lark grammar refers to the tokens by name.
         """
         grammar, warnings = self._compiled(spec)
         if isinstance(grammar, Automaton):
@@ -144,7 +144,7 @@ class Grammars:
         return _CachedGrammar(SharedGrammar(self._matcher_tokens, grammar, spec.kind), ())
 
     def _from_schema(self, spec: GrammarSpec) -> _CachedGrammar:
-        """Prepare and compile a schema, because only compilation shows whether llguidance accepts it."""
+        """Prepare a schema and compile it. Only compilation shows whether llguidance accepts a schema."""
         attempts: list[tuple[str, LLMatcher]] = []
 
         def try_compile(grammar: str) -> str:

@@ -23,7 +23,7 @@ END = 0  # the node that ends a rule
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """A node that accepts one byte. The ranges of bytes do not overlap, and each range leads to a node."""
+    """A node that accepts one byte. The byte ranges do not overlap, and each range leads to another node."""
 
     ranges: tuple[tuple[int, int, int], ...]  # lowest byte, highest byte, next node
 
@@ -91,8 +91,8 @@ class _NullableParts:
     def __init__(self, rules: dict[str, GbnfPart]) -> None:
         """Find the nullable rules.
 
-        A rule is rechecked when a rule that it refers to turns out to be nullable. Raises InvalidRequest if a rule is
-        not defined or the rules are too complex.
+        When a rule turns out to be nullable, the rules that refer to it are checked again. Raises InvalidRequest if a
+        rule is not defined or the rules are too complex.
         """
         self._rules: set[str] = set()
         self._results: dict[int, bool] = {}  # by id of the part

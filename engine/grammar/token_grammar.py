@@ -35,7 +35,7 @@ class TokenBytes:
 
 
 class TokenGrammar:
-    """The GBNF grammar of one sequence, which is a Constraint (grammars.py). Only the engine thread may use it."""
+    """A Constraint (grammars.py) that applies a GBNF grammar to one sequence. Only the engine thread may use it."""
 
     def __init__(
         self, automaton: Automaton, tokens: TokenBytes, work: WorkBudget, visible: Mapping[int, bytes] | None = None

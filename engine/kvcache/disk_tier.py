@@ -46,7 +46,7 @@ class StateLoad:
 
 
 class LoadWait(NamedTuple):
-    """A sequence's wait for a load. The wait lasts no longer than computing the tokens would take."""
+    """A sequence's wait for a load. The sequence waits no longer than computing the tokens would take."""
 
     load: StateLoad
     until: float
@@ -99,10 +99,10 @@ class DiskTier:
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:
-        """Start loading a stored state of which at most `up_to` tokens are useful. Return None if nothing is loaded.
+        """Start loading a stored state, of which the caller can use at most `up_to` tokens.
 
-        `ready` is the number of leading tokens that are already on the device or in RAM. Nothing is loaded if computing
-        the tokens is faster, or if RAM has no space for the state.
+        Return None if nothing is loaded. `ready` is the number of leading tokens that are already on the device or in
+        RAM. Nothing is loaded if computing the tokens is faster, or if RAM has no space for the state.
         """
         num_more = match.usable(up_to) - ready
         if num_more < BLOCK:
@@ -126,7 +126,7 @@ class DiskTier:
             try:
                 loaded = self._from_stored(stored, load.scope)
             except Exception:
-                log.exception("KV state not converted", detail="its format is not usable here; its tokens are computed")
+                log.exception("KV state not converted", detail="unusable format; the state's tokens are recomputed")
         self._done.append((load, loaded))
         self._nudge()
 
@@ -223,12 +223,12 @@ class DiskTier:
     def may_copy(self, now: float) -> bool:
         """Return whether a running sequence's state may be copied now.
 
-        This is the case if the writer is idle and enough time has passed since the previous copy (COPY_SHARE).
+        A copy is allowed if the writer is idle and enough time has passed since the previous copy (COPY_SHARE).
         """
         return now >= self._next_copy_at and self.store.is_idle
 
     def save_running(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        """Copy a running sequence's state and offer it to the store, so another process can resume after a crash."""
+        """Copy a running sequence's state, and offer the copy to the store for resuming the sequence after a crash."""
         started = time.monotonic()
         if self._memory.state_bytes(slot) * MAX_RUNNING_FRACTION <= self._ram.quota_bytes:
             self._ram.save(slot, tokens, scope)

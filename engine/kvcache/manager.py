@@ -1,8 +1,8 @@
 """The KV cache: which tokens are in which slot, which prefix a new sequence can reuse, and what is saved to RAM.
 
 A slot keeps its cells when its sequence finishes, so a later sequence with the same prefix can reuse them. When another
-sequence needs the slot, its cells are copied to RAM (ram_tier.py) if there are enough of them. All changes to the
-device's cells are made through KvCache. Only the engine thread uses it, except for `probe`.
+sequence needs the slot, the slot's cells are first copied to RAM (ram_tier.py), unless they are too few to be worth
+saving. All changes to the device's cells are made through KvCache. Only the engine thread uses it, except for `probe`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class CacheCounters:
 
 @dataclass(slots=True)
 class _SlotRecord:
-    """Data about a slot, in addition to its cells, tokens and checkpoints."""
+    """Additional data about a slot. Cells, tokens and checkpoints are stored elsewhere."""
 
     last_used: int = 0  # sequence number of the slot's last use
     is_unsaved: bool = False  # whether the slot is idle, long enough to save, and not saved yet
@@ -211,8 +211,9 @@ class KvCache:
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
         """Return the source that saves the most tokens, with the number of tokens that it provides, or None.
 
-        A source's gain is the number of tokens that it provides, minus the cost of moving it. If sources must be moved,
-        the search stops early, so the gain of the returned source can be up to MOVE_COST_TOKENS below the maximum.
+        A source's gain is the number of tokens that it provides, minus the cost of moving the source. If sources must
+        be moved, the search stops early. The gain of the returned source can then be up to MOVE_COST_TOKENS below the
+        maximum.
         """
         limit = len(tokens) - 1
         best: tuple[Source, int] | None = None
@@ -286,9 +287,10 @@ class KvCache:
         return Placement(self._cheapest(others, preferred), source, count) if others else Placement(idle[0], None, 0)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
-        """Return whether a sequence may overwrite the cells in a slot after the reused prefix.
+        """Return whether a sequence may overwrite a slot's cells that follow the reused prefix.
 
-        This is allowed if the sequence reuses at least half of the slot's cells, or if no other slot is idle.
+        Overwriting these cells is allowed if the sequence reuses at least half of the slot's cells, or if no other slot
+        is idle.
         """
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
@@ -316,7 +318,7 @@ class KvCache:
         return not self._has_another_source(slot, tokens, scope, length)
 
     def missing_cells(self, placement: Placement, num_tokens: int) -> int:
-        """Return the number of missing cells for `num_tokens` positions after the placement has been carried out."""
+        """Return how many cells are missing if a sequence needs `num_tokens` positions after this placement."""
         source = placement.source
         if isinstance(source, SavedState):
             num_tokens = max(num_tokens, source.num_tokens)  # the state is restored completely before it is truncated
@@ -328,7 +330,10 @@ class KvCache:
     # Assigning a slot
 
     def assign_slot(self, placement: Placement, tokens: Sequence[int], scope: Hashable) -> int:
-        """Carry out the placement of a sequence with these tokens. Return the number of its tokens in the slot."""
+        """Carry out the placement of a sequence with these tokens.
+
+        Return how many of the sequence's tokens the slot then contains.
+        """
         if placement.source is not None and placement.source == placement.slot:
             count = self._continue_in(placement.slot, placement.num_tokens)
         else:
@@ -354,7 +359,7 @@ class KvCache:
         try:
             return self._restore(placement) if isinstance(placement.source, SavedState) else self._copy(placement)
         except Exception:  # out of memory, for example
-            log.exception("prefix reuse failed", slot=placement.slot, detail="its tokens are computed again")
+            log.exception("prefix reuse failed", slot=placement.slot, detail="the prefix's tokens are computed again")
             self.wipe(placement.slot)
             return 0
 
@@ -408,9 +413,9 @@ class KvCache:
         self.checkpoints.take(slot, self.cells.of(slot))
 
     def truncate(self, slot: int, count: int) -> int:
-        """Keep the first `count` positions of a slot, or fewer if it can't be truncated to this length.
+        """Keep the first `count` positions of a slot, or fewer if the slot can't be truncated to this length.
 
-        Return the number of positions that are kept.
+        Return the number of remaining positions.
         """
         first_cut = self.memory.first_cut(slot)
         length = count if count >= first_cut else self.checkpoints.longest(slot, count)
@@ -434,14 +439,14 @@ class KvCache:
         return self.ram.quota_bytes > 0 and num_tokens >= MIN_SAVED_TOKENS
 
     def clear(self, slot: int) -> None:
-        """Empty a slot. If its contents should be saved, save them to RAM first."""
+        """Empty a slot. If the slot's contents should be saved, save them to RAM first."""
         if self.ram.quota_bytes and self._is_demanded(slot):
             self._records[slot].is_unsaved = True
         self.save_unsaved(slot)
         self.wipe(slot)
 
     def wipe(self, slot: int) -> None:
-        """Empty a slot without saving its contents, for example if they are unknown."""
+        """Empty a slot without saving its contents, for example because the contents are unknown."""
         record = self._records[slot]
         record.is_unsaved, record.note = False, None
         self._index.remove(slot)
@@ -450,8 +455,8 @@ class KvCache:
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
         """Empty idle slots until `missing` more cells are free.
 
-        If emptying all of them would not free enough cells, return False without emptying any. Slots whose prefix is
-        not needed by a waiting sequence are emptied first, least recently used first.
+        If emptying all idle slots would not free enough cells, return False without emptying any slot. Slots whose
+        prefix is not needed by a waiting sequence are emptied first, least recently used first.
         """
         if missing <= 0:
             return True
@@ -470,8 +475,8 @@ class KvCache:
     def swap(self, slot: int, other: int) -> bool:
         """Exchange the contents of two slots that share no cells. Return False if nothing was changed.
 
-        The contents of `slot` are copied, and those of `other` are saved and restored. Contents that can't be moved are
-        lost. If this method raises an exception, the contents of both slots are unknown.
+        The contents of `slot` are copied, and the contents of `other` are saved and restored. Contents that can't be
+        moved are lost. If this method raises an exception, the contents of both slots are unknown.
         """
         num_tokens = self.cells.of(slot)
         try:
@@ -500,7 +505,7 @@ class KvCache:
         try:
             return action(*args)
         except Exception:
-            log.exception("KV state move failed", detail="its tokens are computed again when needed")
+            log.exception("KV state move failed", detail="the state's tokens are computed again when needed")
             self.memory.trim(slot, 0)
             return False
 
@@ -531,7 +536,7 @@ class KvCache:
             self.ram.save(slot, tokens, scope, note)
 
     def save_unsaved(self, slot: int) -> None:
-        """Save an idle slot's contents if they should be saved and have not been saved yet."""
+        """Save an idle slot's contents unless they are already saved or not worth saving."""
         record = self._records[slot]
         if record.is_unsaved:
             self.save(slot, *self._index.entry_of(slot), record.note)
@@ -555,7 +560,7 @@ class KvCache:
     # Any thread
 
     def probe(self, running: Sequence[SlotContents | None], tokens: Tokens, scope: Hashable) -> dict[CacheTier, int]:
-        """Return the number of leading tokens that are in a slot and in RAM.
+        """Return how many leading tokens are in a slot, and how many are in RAM.
 
         Any thread may call this method, and the result can be slightly out of date. `running` contains the computed
         tokens and the scope of each slot's running sequence, or None for an idle slot.
@@ -579,12 +584,15 @@ class KvCache:
             return None
 
     def _probed(self, source: Source, shared: int, first_cut: int) -> int:
-        """Return the same number as `_usable` without accessing the device."""
+        """Compute the result of `_usable` without accessing the device."""
         if shared >= first_cut:
             return shared
         return max((length for length in self.checkpoints.lengths(source) if length <= shared), default=0)
 
 
 def _move_cost(num_moved: int) -> int:
-    """Return the cost of moving a complete state of `num_moved` tokens, even if only part of the state is used."""
+    """Return the cost of moving a state of `num_moved` tokens.
+
+    The complete state is moved even if only part of it is used.
+    """
     return MOVE_COST_TOKENS + num_moved // MOVED_PER_TOKEN

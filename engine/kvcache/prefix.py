@@ -13,7 +13,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[Holder]):
-    """A node of the tree: the tokens between its parent and itself, and its subtree."""
+    """A node of the tree. It stores the tokens on the edge from its parent, and its subtree."""
 
     edge: Tokens
     parent: _Node[Holder] | None
@@ -26,7 +26,7 @@ class _Node(Generic[Holder]):
 class PrefixIndex(Generic[Holder]):
     """Finds the holders whose tokens share a prefix with a prompt. Holders in different scopes never match.
 
-    The time for an insertion, a removal or the first match is proportional to the number of tokens. It does not depend
+    The time for an insertion, a removal or the first match is proportional to the number of tokens, and does not depend
     on the number of holders.
     """
 
@@ -128,7 +128,7 @@ class PrefixIndex(Generic[Holder]):
     def branches(self, tokens: Sequence[int], scope: Hashable = "", at_least: int = 1) -> list[int]:
         """Return the lengths at which holders diverge from `tokens` or end.
 
-        A length counts only if at least `at_least` holders share the prefix of this length.
+        A length is returned only if at least `at_least` holders share the prefix of this length.
         """
         path = self._walk(tuple(tokens), scope)
         return [length for node, length in path if node.num_holders >= at_least]

@@ -1,4 +1,4 @@
-"""Keep KV states and checkpoints in RAM within byte quotas, and the tokens of recent contexts by key.
+"""Keep KV states and checkpoints in RAM within byte quotas, and find the tokens of recent contexts by key.
 
 States and checkpoints have separate quotas. When a quota is full, its least recently used entries are evicted.
 """
@@ -69,7 +69,7 @@ class Checkpoints:
             if self.is_enabled:
                 self._add(_Checkpoint(num_tokens, self._memory.checkpoint(slot)), slot)
         except Exception:  # out of memory, for example
-            log.exception("checkpoint failed", slot=slot, detail="later requests compute its tokens again")
+            log.exception("checkpoint failed", slot=slot, detail="later requests compute the slot's tokens again")
 
     def _make_room(self, num_bytes: int) -> None:
         while self._all and self.used_bytes + num_bytes > self.quota_bytes:
@@ -222,7 +222,7 @@ class RamTier:
         try:
             self._save(slot, tokens, scope, note or StateNote())
         except Exception:  # out of memory, for example
-            log.exception("KV state copy failed", slot=slot, detail="its tokens are computed again when needed")
+            log.exception("KV state copy failed", slot=slot, detail="the slot's tokens are computed again when needed")
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote) -> None:
         size = self._memory.state_bytes(slot)
@@ -318,7 +318,7 @@ class RecentContexts:
     """Stores the most recently finished contexts.
 
     A request can continue such a context by its key, without sending its tokens. One thread adds contexts. Any thread
-    may look up contexts, which includes computing the required keys.
+    may look up contexts. A lookup computes the keys that it requires.
     """
 
     def __init__(self) -> None:

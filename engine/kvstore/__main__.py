@@ -1,8 +1,8 @@
 """Inspect and clean up a state directory in a child process of `cellama cache`, which must not import the engine.
 
 `python -m cellama.engine.kvstore` reads one JSON object from stdin: `do` (list, info, clear, pin or unpin), `folder`,
-`keys` (complete keys or their first digits), `scope` and `pinned`. It writes `{"result": …}` or `{"error": …}` to
-stdout.
+`keys` (complete keys or their first digits), `scope` and `pinned`. The process writes `{"result": …}` or `{"error": …}`
+to stdout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides which states are read and written, based on the time that a state on disk saves.
+"""Decides which states are read and written, based on how much time a state on disk saves.
 
 A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is greater
 than zero. The expected saving is the time that one read saves, multiplied by the probability that a later request
@@ -29,7 +29,7 @@ def reuse_probability(*, is_prefill: bool, has_shared: bool, is_chat: bool) -> f
 
 
 def saved_s(num_tokens: int, num_bytes: int, prefill_tokens_per_s: float, read_bytes_per_s: float) -> float:
-    """Return the seconds saved by reading a file instead of computing its tokens.
+    """Return the time in seconds that is saved by reading a file instead of computing its tokens.
 
     The result is negative if computing the tokens is faster.
     """

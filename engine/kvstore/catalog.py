@@ -1,4 +1,7 @@
-"""An in-memory index of one identity's states. It follows the changes that any process makes in the directory."""
+"""An in-memory index of one identity's states.
+
+The index follows the changes that any process makes in the directory.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class StateCatalog:
     def replaced_by(self, state: StoredState, num_bytes: int) -> list[str]:
         """Return the keys of shorter states that become redundant when this state is written as a file of `num_bytes`.
 
-        A shorter state is redundant if the longer state can be truncated to it and is not much larger.
+        A shorter state is redundant if the longer state can be truncated to the shorter one and is not much larger.
         """
         ids = as_array(state.tokens)
         blocks, lengths = block_keys(state.seed, ids), sorted(state.checkpoints)
@@ -110,7 +113,7 @@ class StateCatalog:
                     del self._groups[head.blocks[0]]
 
     def reject(self, key: str) -> None:
-        """Remove a state from the index, and don't read its file again while the file exists."""
+        """Remove a state from the index, and ignore its file for as long as the file exists."""
         self._bad.add(key)
         self.remove(key)
 
@@ -119,7 +122,7 @@ class StateCatalog:
     def refresh(self) -> None:
         """Read the headers of new files.
 
-        If another thread is already reading them, wait for it for at most SCAN_TIMEOUT_S.
+        If another thread is already reading them, wait at most SCAN_TIMEOUT_S for that thread.
         """
         if self._is_up_to_date() or not self._scan_lock.acquire(timeout=SCAN_TIMEOUT_S):
             return
@@ -160,7 +163,7 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
     """Return the match with the longest usable prefix of `tokens`, or None.
 
     If several files have equally long prefixes, the smallest file is returned. `blocks` contains the block keys of
-    `tokens`. A block key identifies all tokens up to the end of the block, the adapters and the scope. Comparing a
+    `tokens`. A block key identifies the adapters, the scope, and all tokens up to the end of the block. Comparing a
     single block key is therefore enough to exclude a state whose prefix can't be longer than the best match. Only a few
     states are compared token by token. This function is pure.
     """
@@ -184,7 +187,10 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
 
 
 def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], num_equal: int) -> int:
-    """Return the length of the common prefix in tokens. The first `num_equal` blocks are already known to be equal."""
+    """Return the length of the common prefix in tokens.
+
+    The caller already knows that the first `num_equal` blocks are equal.
+    """
     num_blocks = min(len(blocks), len(head.blocks))
     while num_equal < num_blocks and head.blocks[num_equal] == blocks[num_equal]:
         num_equal += 1

@@ -1,4 +1,4 @@
-"""A state directory that models and processes share: names, locks, pins, the quota, and files of dead writers.
+"""A state directory that models and processes share: names, locks, pins, the quota, and files of crashed writers.
 
     `ROOT/.lock` is held (flock) by the process that changes which files exist.
     `ROOT/<identity>/<key>.kv` is a state. Its modification time is the time of its last use.
@@ -6,7 +6,7 @@
     `ROOT/<identity>/.<hex>.tmp` is an unfinished file, locked as long as its writer is alive.
 
 The objects in this module are not owned by any thread. Processes coordinate only through the lock file. If the file
-system supports flock across machines, they can also run on different machines.
+system supports flock across machines, the processes can run on different machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DirectoryFull(Exception):
 class UnfinishedFile:
     """A file that is being written.
 
-    The file is locked until it is closed. Its final size counts as used from the start.
+    The file is locked until it is closed. The file's final size counts towards the quota from the start.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class UnfinishedFile:
 
 
 class StateDirectory:
-    """Manages the files that processes share. Any thread may use it.
+    """Manages the files that processes share. Any thread may use this class.
 
     The methods raise OSError if the file system reports an error.
     """
@@ -77,7 +77,7 @@ class StateDirectory:
         return self.root / sha256(identity).hexdigest()
 
     def prepare(self, directory: Path) -> None:
-        """Create the directories, remove the files of dead writers, and evict states that exceed the quota.
+        """Create the directories, remove files that crashed writers have left, and evict states that exceed the quota.
 
         Raises PermissionError if other users can change files in the directory.
         """
@@ -105,7 +105,7 @@ class StateDirectory:
     def create(self, directory: Path, num_bytes: int) -> UnfinishedFile:
         """Create a file of `num_bytes` bytes, and evict older states if the quota requires it. Raises DirectoryFull.
 
-        The file has its final size from the start. All processes count this size, so the quota is never exceeded.
+        The file has its final size from the start. All processes count the final size, so the quota is never exceeded.
         """
         with self.locked():
             self._evict(num_bytes)
@@ -142,10 +142,10 @@ class StateDirectory:
     def find(self, key: str) -> list[Path]:
         """Return the files with this key, at most one per identity.
 
-        Raises ValueError if the text is not a key.
+        Raises ValueError if `key` is not a valid key.
         """
         if not is_key(key):
-            raise ValueError(f"{key[:80]!r} is not a key; a key has 64 hex digits")
+            raise ValueError(f"{key[:80]!r} is not a valid key; a key has 64 hex digits")
         paths = (directory / f"{key}{STATE}" for directory in self._directories())
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
@@ -196,8 +196,8 @@ def files_to_evict(
 ) -> list[StoredFile]:
     """Return the files that must be removed before a file of `new_bytes` bytes is created.
 
-    If `new_bytes` is 0, no file will be created. `files` must be sorted by last use, least recently used first. Pinned
-    files are never removed. Files larger than the quota are removed first, because they can't be read. Raises
+    `new_bytes` is 0 if no file will be created. `files` must be sorted by last use, least recently used first. Pinned
+    files are never removed. Files larger than the quota are removed first, because such files are never read. Raises
     DirectoryFull. This function is pure.
     """
     if new_bytes > quota_bytes:
@@ -249,7 +249,7 @@ def _states_in(directory: Path) -> Iterator[StoredFile]:
 
 
 def _sweep(directory: Path) -> int:
-    """Remove the unfinished files of dead writers, and return the total size of the others.
+    """Remove unfinished files of crashed writers, and return the total size of all other unfinished files.
 
     The caller must hold the lock.
     """
@@ -259,7 +259,10 @@ def _sweep(directory: Path) -> int:
 
 
 def _unfinished_size(path: Path) -> int:
-    """Return the size of an unfinished file in bytes. If its writer is dead, remove the file and return 0."""
+    """Return the size of an unfinished file in bytes.
+
+    If the file's writer has crashed, remove the file and return 0.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # the file has vanished, or belongs to another user

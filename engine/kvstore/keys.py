@@ -1,7 +1,7 @@
-"""Keys of contexts: a chain of SHA-256 digests over blocks of token ids. All functions in this module are pure.
+"""Context keys, which are computed as a chain of SHA-256 digests over blocks of token ids.
 
-The chain starts with a seed, which covers the weights, the adapters with their scales, and the scope. If any of these
-differ, the same tokens have different keys.
+All functions in this module are pure. The chain starts with a seed, which covers the weights, the adapters with their
+scales, and the scope. If any of these differ, the same tokens have different keys.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def block_keys(seed: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Return one digest for each full block, which covers this block and all blocks before it.
+    """Return one digest for each full block.
 
-    An incomplete last block has no digest.
+    A digest covers its block and all blocks before it. An incomplete last block has no digest.
     """
     return _chain(seed, pack_tokens(tokens))
 

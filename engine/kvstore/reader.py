@@ -1,4 +1,4 @@
-"""The thread that reads states, and the memory that it prepares for them.
+"""The thread that reads states, and the memory that the thread prepares for these states.
 
 Requests wait for reads, so this thread never waits for a write.
 """
@@ -99,7 +99,7 @@ class StateReader:
         try:
             state = None if self._is_closed else self._read(match)
         except Exception:  # the boundary of the thread
-            log.exception("KV state read failed", detail="unexpected error; its tokens are computed")
+            log.exception("KV state read failed", detail="unexpected error; the state's tokens are computed instead")
         try:
             on_loaded(state)
         except Exception:
@@ -127,7 +127,7 @@ class StateReader:
             self._counters.add(misses=1)
             self._catalog.reject(match.head.key)
             if state is Miss.DAMAGED:
-                log.warning("damaged KV state removed", path=str(path), detail="its tokens are computed again")
+                log.warning("damaged KV state removed", path=str(path), detail="the state's tokens are computed again")
                 path.unlink(missing_ok=True)
             return None
         self._counters.add(hits=1, read_bytes=match.head.num_bytes)
@@ -140,7 +140,7 @@ class WarmMemory:
 
     Some virtual machines provide memory only when it is first touched. Touching 40 MB then takes up to 20 times as long
     as reading 40 MB from the page cache (ADR 014). Each buffer is as large as the largest state seen so far. Only one
-    thread calls the methods. Any thread may read `num_bytes`.
+    thread may call the methods. Any thread may read `num_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -165,13 +165,13 @@ class WarmMemory:
         return 0 < self._buffer_bytes * (num_buffers + 1) <= self._max_bytes and num_buffers < MAX_BUFFERS
 
     def expect(self, num_bytes: int) -> None:
-        """Record that a state can have this size. Buffers that are too small for it are discarded."""
+        """Record that a state can have this size. Buffers that are too small for such a state are discarded."""
         if self._buffer_bytes < num_bytes <= self._max_bytes:
             self._buffer_bytes, self._buffers = num_bytes, []
             self._unfinished, self._touched = None, 0
 
     def take(self, num_bytes: int) -> mmap.mmap:
-        """Return memory of this size. A prepared buffer is used if its size is suitable."""
+        """Return memory of this size, from a prepared buffer if one has a suitable size."""
         self.expect(num_bytes)
         if not self._buffers or not num_bytes <= self._buffer_bytes <= MAX_OVERSIZE * num_bytes:
             return new_memory(num_bytes)

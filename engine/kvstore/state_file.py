@@ -9,7 +9,7 @@
 5. The data consists of the parts' bytes, up to the end of the file.
 
 All numbers are little-endian, as on all supported processors. On one core, hashing 100 MB takes 3 ms with XXH3-128 and
-55 ms with SHA-256. XXH3-128 detects damaged and swapped parts, but not forged ones. An attacker who can forge a part
+55 ms with SHA-256. XXH3-128 detects damaged and swapped parts, but not forged parts. An attacker who can forge a part
 already has write access to the directory.
 """
 
@@ -136,7 +136,7 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def new_memory(num_bytes: int) -> mmap.mmap:
-    """Return memory that is not cleared by Python.
+    """Return uninitialized memory.
 
     Clearing a `bytearray` of 1 GB would hold the GIL for 0.3 s.
     """
@@ -155,8 +155,8 @@ def read_head(path: Path) -> StateHead | Miss:
 def read_state(path: Path, max_bytes: int, memory: Callable[[int], Buffer] = new_memory) -> StoredState | Miss:
     """Return the verified state, or a Miss if there is any problem.
 
-    The state is in memory that only the caller uses and may change. Files of more than `max_bytes` bytes are not read.
-    `memory` allocates the memory for the cells.
+    Only the caller uses the memory that contains the state, so the caller may change it. Files of more than `max_bytes`
+    bytes are not read. `memory` allocates the memory for the cells.
     """
 
     def read(descriptor: int) -> StoredState:
@@ -236,7 +236,10 @@ def _head_of(descriptor: int, key: str) -> StateHead:
 
 
 def _are_parts(parts: tuple[StatePart, ...], count: int) -> bool:
-    """Return whether the cells cover all tokens and the checkpoints are sorted. The digest doesn't guarantee this."""
+    """Return whether the cells cover all tokens and the checkpoints are sorted.
+
+    The digest doesn't guarantee that these conditions hold.
+    """
     lengths = [part.num_tokens for part in parts[1:]]
     in_order = lengths == sorted(set(lengths)) and all(0 < length <= count for length in lengths)
     return bool(parts) and in_order and parts[0].num_tokens == count and all(part.num_bytes for part in parts)

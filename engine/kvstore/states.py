@@ -110,7 +110,7 @@ class StateMatch:
     def usable(self, up_to: int) -> int:
         """Return the length of the longest usable prefix, up to `up_to` tokens, or 0.
 
-        A prefix is usable if the request shares it and the state can be truncated to it.
+        A prefix is usable if the request shares this prefix and the state can be truncated to its length.
         """
         return self.head.usable(min(up_to, self.num_shared))
 
@@ -120,7 +120,7 @@ class StateMatch:
 
 
 class Miss(StrEnum):
-    """The reason why a file has no usable state."""
+    """The reason why a file contains no usable state."""
 
     DAMAGED = "damaged"  # truncated, partly written, changed, renamed, or not a cellama file
     FOREIGN = "foreign"  # owned by another user, accessible to others, a link, a directory or a device
@@ -131,7 +131,7 @@ class Miss(StrEnum):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """The numbers of reads, writes and evictions since the store was opened. Any thread may use it."""
+    """Counters for reads, writes and evictions since the store was opened. Any thread may use this object."""
 
     hits: int = 0  # states that were read, verified and handed over
     misses: int = 0  # files without a usable state

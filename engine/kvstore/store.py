@@ -21,7 +21,8 @@ class StateStore:
     """The states of one identity, in a directory shared with other models and processes. Any thread may use it.
 
     Calls don't wait for the disk, except for `flush`, `close`, and a search (`longest`, `context`) after the directory
-    has changed. Problems with the directory don't raise exceptions. They cause misses and drops, which are counted.
+    has changed. Problems with the directory don't raise exceptions. Instead, reads count as misses, and states that
+    can't be written are dropped and counted.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class StateStore:
     ) -> None:
         """Open the directory and start the reader and writer threads.
 
-        States waiting to be written occupy at most `queue_bytes` of memory, unless a single state is larger. Up to
-        `warm_bytes` of memory are prepared for future reads.
+        The states that are waiting to be written occupy at most `queue_bytes` of memory, unless a single state is
+        larger. Up to `warm_bytes` of memory are prepared for future reads.
         """
         self.directory = StateDirectory(root, quota_bytes)
         self.counters = StoreCounters()
@@ -73,9 +74,9 @@ class StateStore:
 
     @property
     def read_rate(self) -> float:
-        """The rate in bytes per second at which states are read and verified.
+        """The rate at which states are read and verified, in bytes per second.
 
-        Until a file has been read, the rate is an estimate.
+        The rate is an estimate until a file has been read.
         """
         return self._reader.rate.per_s
 
@@ -95,7 +96,7 @@ class StateStore:
         self._reader.is_busy = busy
 
     def note_saved(self, seconds: float) -> None:
-        """Record that a load saved the engine `seconds` of computing time, which allows more states to be written."""
+        """Record that a load saved the engine `seconds` of computing time. As a result, more states may be written."""
         self._queue.note_saved(seconds)
 
     @property

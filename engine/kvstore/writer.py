@@ -5,8 +5,8 @@
 - While the engine is idle, states are written immediately. States that a caller of `flush` is waiting for are also
   written immediately.
 - While the engine is computing, a state is written only if credit is available. Credit is measured in seconds of core
-  time. It grows with time and with each load that saves computing time. A write is charged after it has finished, and
-  may leave a debt.
+  time. The credit grows with time and with each load that saves computing time. A write is charged after it has
+  finished, and may leave a debt.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class SaveOffer:
 
 
 class WriteCredit:
-    """The core time in seconds that writing may use while the engine is computing. A negative credit is a debt."""
+    """The core time in seconds that writing may use while the engine is computing.
+
+    If the credit is negative, it is a debt.
+    """
 
     def __init__(self, now: float) -> None:
         self._seconds = MAX_CREDIT_S
@@ -71,7 +74,7 @@ class WriteCredit:
         self._seconds, self._at = min(MAX_CREDIT_S, accrued_s + seconds), now
 
     def wait_s(self, now: float) -> float:
-        """Return the number of seconds until the debt is paid off, or 0 if the credit is not negative."""
+        """Return the time in seconds until the debt is paid off, or 0 if the credit is not negative."""
         self.add(0.0, now)
         return max(0.0, -self._seconds / CREDIT_SHARE)
 
@@ -100,7 +103,7 @@ class SaveQueue:
     def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
         """Queue a state.
 
-        Return False if the state saves no time, or if the queue is full of states that save more time.
+        Return False if the state would save no time, or if the queue is full and the queued states save more time.
         """
         offer = SaveOffer(make, expected_saved_s, num_bytes)
         with self._changed:
@@ -175,7 +178,7 @@ class SaveQueue:
     def done(self, written: bool, core_s: float) -> None:
         """Record that the state returned by `take` has been written or dropped.
 
-        `core_s` is the core time in seconds to charge for it.
+        `core_s` is the core time in seconds to charge for the write.
         """
         with self._changed:
             if self._is_busy and self._current is not None and not self._current.is_urgent:
@@ -274,7 +277,7 @@ class StateWriter:
             state = offer.make()
             written = state is not None and self._save(state)
         except Exception:  # the boundary of the thread
-            log.exception("KV state not written", detail="unexpected error; its tokens are computed when needed")
+            log.exception("KV state not written", detail="unexpected error; the state's tokens will be recomputed")
         finally:
             self._counters.add(drops=not written)
             self._counters.evictions = self._directory.num_evictions
@@ -302,7 +305,8 @@ class StateWriter:
     def _is_stored(self, state: StoredState) -> bool:
         """Return whether the directory already contains the state, or a longer state that can replace it.
 
-        A longer state can replace it if it is of similar size and can be truncated to the same length.
+        A longer state can replace a state if the longer state is of similar size and can be truncated to the same
+        length.
         """
         match = self._catalog.longest(state.seed, state.tokens)
         count = len(state.tokens)

@@ -1,4 +1,4 @@
-"""Implementation of the engine's protocols with llama.cpp. No other package imports llama_cpp."""
+"""llama.cpp implementation of the engine's protocols. No other package imports llama_cpp."""
 
 from .backend import LlamaBackend
 from .devices import devices, machine

@@ -1,8 +1,8 @@
 """Describe the build of llama.cpp in a child process of `cellama doctor`, which must not import the engine itself.
 
-`python -m cellama.engine.llama` writes one JSON object to stdout. It contains the `version` of llama-cpp-python, the
-CPU `features` that the build uses, and the chosen `cpu_variant` ("" if the build has only one). It also contains
-`supports_gpu`, and descriptions of the `gpus` that llama.cpp found.
+`python -m cellama.engine.llama` writes one JSON object to stdout. The object contains the `version` of
+llama-cpp-python, the CPU `features` that the build uses, and the chosen `cpu_variant` ("" if the build has only one).
+The object also contains `supports_gpu`, and descriptions of the `gpus` that llama.cpp found.
 """
 
 from __future__ import annotations

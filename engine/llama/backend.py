@@ -1,4 +1,4 @@
-"""Implementation of the engine's Backend with llama.cpp: contexts, KV cells, batches, logits and samplers."""
+"""llama.cpp implementation of the engine's Backend: contexts, KV cells, batches, logits and samplers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class KvShape:
             return KvShape(unified=True, n_ctx=_padded(total), ctx_per_slot=per_slot, n_cells=total)
         if options.n_ctx is not None and options.ctx_per_slot is None and options.n_ctx < slots:
             raise InvalidRequest(
-                f"n_ctx: {options.n_ctx} is less than one token for each of {slots} slots; raise it or lower n_parallel"
+                f"n_ctx: {options.n_ctx} is less than one token for each of {slots} slots; "
+                "raise n_ctx or lower n_parallel"
             )
         per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or model.info.n_ctx_train
         if options.n_ctx is not None and per_slot * slots > options.n_ctx:
@@ -102,7 +103,7 @@ def _padded(num_tokens: int) -> int:
 
 
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
-    """Return a digest of everything that a context's states depend on, except tokens and adapters.
+    """Return a digest of everything that affects a context's states, except tokens and adapters.
 
     `load_log` contains the lines that llama.cpp logged when it created the context. The file's fingerprint covers the
     file's own settings, such as the RoPE parameters. llama.cpp's states have no version number. The digest therefore
@@ -232,9 +233,9 @@ class LlamaBackend:
         self._abort.set()
 
     def logits(self, slot: int, row: int = 0) -> NDArray[np.float32]:
-        """Return a writable view of a row of the slot's logits: float32 with shape (n_vocab,). Raises KeyError.
+        """Return a row of the slot's logits as a writable float32 array with shape (n_vocab,). Raises KeyError.
 
-        The view is valid until the next decode call.
+        The array is valid until the next decode call.
         """
         return self._outputs.row(slot, row)
 
@@ -301,7 +302,7 @@ class LlamaBackend:
     def _can_continue(self, slot: int, num_tokens: int) -> bool:
         """Return whether the next token can be computed after a truncation.
 
-        This isn't possible if a sliding window has lost tokens that are needed.
+        The next token can't be computed if tokens that it needs have left the sliding window.
         """
         if num_tokens == 0:
             return True
@@ -319,7 +320,7 @@ class LlamaBackend:
         return self.trim(target, num_tokens)
 
     def _finish_copy(self, slot: int) -> None:
-        """Complete a pending copy of the slot's stream.
+        """Force llama.cpp to complete a pending copy of the slot's stream.
 
         llama.cpp copies streams only in decode calls, so this method computes a token and removes it again.
         """
@@ -367,7 +368,7 @@ class LlamaBackend:
         return data
 
     def _read(self, slot: int, data: NDArray[np.uint8], flags: int) -> bool:
-        """Restore a state, or part of a state, into the slot. If this fails, empty the slot and return False."""
+        """Restore a state, or part of a state, into the slot. If restoring fails, empty the slot and return False."""
         self._finish_copy(slot)
         if lib.llama_state_seq_set_data_ext(self.context, _pointer(data), len(data), slot, flags):
             return True
@@ -407,16 +408,17 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
 
 
 def set_threads(context: Any, count: int) -> None:
-    """Set the number of threads for all later decode calls. The call is cheap."""
+    """Set the number of threads for all later decode calls. This function is fast."""
     lib.llama_set_n_threads(context, count, count)
 
 
 def end_threads() -> None:
-    """Stop the OpenMP threads of the calling thread. Its next decode call starts new threads in about 0.1 ms.
+    """Stop the OpenMP threads of the calling thread.
 
-    While these threads exist, even if they are idle, OpenMP considers the machine oversubscribed when another engine in
-    this process is computing. That engine's threads then sleep at each barrier instead of spinning, so its steps take
-    up to twice as long (docs/adr/007-threads.md).
+    The next decode call of the calling thread starts new OpenMP threads in about 0.1 ms. While these threads exist,
+    even if they are idle, OpenMP considers the machine oversubscribed when another engine in this process is computing.
+    That engine's threads then sleep at each barrier instead of spinning, so its steps take up to twice as long
+    (docs/adr/007-threads.md).
     """
     pause = _find_pause()
     if pause is not None:
@@ -461,7 +463,7 @@ class TokenBatch:
         start: int = self.batch.n_tokens
         end = start + len(tokens)
         if end > self._capacity:  # llama.cpp would abort the process
-            raise ValueError(f"the batch has {end} tokens, but a capacity of only {self._capacity}")
+            raise ValueError(f"the batch has {end} tokens, but the capacity is only {self._capacity}")
         self._tokens[start:end] = tokens
         self._positions[start:end] = np.arange(position, position + len(tokens))
         self._slots[start:end] = slot
@@ -481,10 +483,10 @@ class TokenBatch:
 
 
 class AbortFlag:
-    """A byte that llama.cpp checks between the nodes of its graph (CPU backends only).
+    """A flag that aborts decode calls: a byte that llama.cpp checks between the nodes of its graph (CPU backends only).
 
-    A Python callback would take the GIL at every node, so the callback is the C library's `strlen`. It returns 0 for
-    the empty string, which continues the call, and 1 for a string of one byte, which aborts the call.
+    A Python callback would take the GIL at every node, so the callback is the C library's `strlen`. `strlen` returns 0
+    for the empty string, which continues the call, and 1 for a string of one byte, which aborts the call.
     """
 
     def __init__(self, context: Any) -> None:
@@ -495,7 +497,10 @@ class AbortFlag:
         lib.llama_set_abort_callback(context, callback, ctypes.cast(self._text, ctypes.c_void_p))
 
     def set(self) -> None:
-        """Abort the current decode call, or the next one if none is running. Any thread may call this method."""
+        """Abort the current decode call, or the next decode call if none is running.
+
+        Any thread may call this method.
+        """
         self._text[0] = b"\1"
 
     def is_set(self) -> bool:
@@ -573,7 +578,10 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class LlamaSamplingPlan:
-    """A request's sampling parameters. They are prepared once for all of its sequences, on the caller's thread."""
+    """A request's sampling parameters.
+
+    The parameters are prepared once for all of the request's sequences, on the caller's thread.
+    """
 
     params: SamplingParams
     constraint: CompiledGrammar | None = None

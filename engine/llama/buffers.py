@@ -28,7 +28,7 @@ _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) 
 
 
 def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
-    """Return the contexts' memory on each device, from the lines that llama.cpp logged while creating them.
+    """Return the contexts' memory on each device, based on what llama.cpp logged while it created the contexts.
 
     Set `with_memory` if any of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
     """
@@ -61,11 +61,11 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
 
 
 def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
-    """Return the memory of loaded weights on each device, from the lines that llama.cpp logged during the load.
+    """Return the memory of loaded weights on each device, based on what llama.cpp logged during the load.
 
     `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice: in the mapped file, and repacked
-    for the processor. They are counted once, because the repacked weights are not read from the file again. Raises
-    ModelLoadFailed if a size is missing.
+    for the processor. Such weights are counted only once, because llama.cpp doesn't read them from the file again.
+    Raises ModelLoadFailed if a size is missing.
     """
     lines = list(lines)
     _require(lines, "the weights", _WEIGHTS)
@@ -91,7 +91,7 @@ def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
 
 
 def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, MemoryUse]:
-    """Return the memory that the weights will occupy on each device, from the log lines of a dry load.
+    """Return the memory that the weights will occupy on each device, based on the log of a dry load.
 
     `tensors` maps tensor names to sizes in bytes. Each layer is on the device named in the log, the output is on the
     last layer's device, and all other tensors are on the CPU. Raises ModelLoadFailed.

@@ -31,7 +31,10 @@ _memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _size_p, _size_p)(("ggml_backe
 
 
 def devices() -> list[Device]:
-    """Return the CPU with the RAM available to this process, and all supported GPUs that llama.cpp finds."""
+    """Return the supported GPUs that llama.cpp finds, and the CPU.
+
+    The CPU's memory is the RAM available to this process.
+    """
     initialise()
     found = [_device(_get(index)) for index in range(_count())]
     return sorted((device for device in found if device is not None), key=lambda device: device.kind != "cpu")

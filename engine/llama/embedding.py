@@ -1,4 +1,4 @@
-"""Compute embeddings and scores with llama.cpp, many texts per decode call, and format texts for rerankers."""
+"""Compute embeddings and scores with llama.cpp for many texts per decode call, and format texts for rerankers."""
 
 from __future__ import annotations
 
@@ -113,12 +113,13 @@ def own_pooling(model: LlamaModel) -> Pooling:
 
 
 class PairFormat:
-    """Joins a query and a document into the input of a reranker. It is safe to use from any thread.
+    """Joins a query and a document into the input of a reranker. Any thread may use it.
 
-    If the model has a template (tokenizer.chat_template.rerank, a text with `{query}` and `{document}`), it is filled
-    in as llama-server does. Otherwise, the format is [start] query [end] [separator] document [end]. Each special token
-    is included only if the vocabulary adds it to texts. If the vocabulary adds only separators (WordPiece), a separator
-    also follows the document, because the tokenizer adds one after every text.
+    If the model has a template (tokenizer.chat_template.rerank, a string with `{query}` and `{document}`), the query
+    and the document are inserted into the template, as in llama-server. Otherwise, the format is [start] query [end]
+    [separator] document [end]. Each special token is included only if the vocabulary adds it to texts. If the
+    vocabulary adds only separators (WordPiece), a separator also follows the document, because the tokenizer adds a
+    separator after every text.
     """
 
     def __init__(self, model: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
@@ -142,13 +143,13 @@ class PairFormat:
         self._end = ending or separating
 
     def join(self, query: str, document: str) -> list[int]:
-        """Return the tokens of a pair of query and document."""
+        """Return the tokens of a query-document pair."""
         if self._template is not None:
             return self._filled(self._template, {"{query}": query, "{document}": document})
         return [*self._head(query), *self._plain(document), *self._end]
 
     def join_cut(self, query: str, document: str, max_tokens: int) -> list[int]:
-        """Return the tokens of a pair, truncating the document so that the pair has at most `max_tokens` tokens.
+        """Return the tokens of a pair. The document is truncated so that the pair has at most `max_tokens` tokens.
 
         If the query alone exceeds the limit, the document is empty, and the result is longer than `max_tokens`.
         """

@@ -1,8 +1,8 @@
-"""Load ggml's backends, which compute on the CPU and on GPUs, and report the variant for this CPU.
+"""Load ggml's backends, which compute on the CPU and on GPUs, and report which CPU variant llama.cpp chose.
 
-Most builds of llama.cpp include their backends. A build with `GGML_BACKEND_DL` has them in separate library files,
-which llama_cpp does not load. A build with `GGML_CPU_ALL_VARIANTS` has one file per CPU generation, and llama.cpp loads
-the best file for this CPU.
+Most builds of llama.cpp include their backends. A build with `GGML_BACKEND_DL` stores its backends in separate library
+files, which llama_cpp does not load. A build with `GGML_CPU_ALL_VARIANTS` has one file per CPU generation, and
+llama.cpp loads the best file for this CPU.
 """
 
 from __future__ import annotations

@@ -74,12 +74,12 @@ def tensors(path: Path) -> list[FileTensor]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return an id of a model's content, which does not depend on its path. Raises ModelLoadFailed.
+    """Return an id that depends on a model's content, but not on its path. Raises ModelLoadFailed.
 
-    The id consists of 64 hexadecimal digits. It is a SHA-256 hash of the size and the bytes of each part. Small files
-    are hashed completely. For larger files, the hash covers everything before the tensors (metadata, vocabulary,
-    shapes), and 4 KiB each from the start, middle and end of every tensor. Training and quantizing change every tensor
-    and therefore also the id. Editing single bytes by hand may leave the id unchanged.
+    The id consists of 64 hexadecimal digits. The id is a SHA-256 hash of the size and the bytes of each part. Small
+    files are hashed completely. For larger files, the hash covers everything before the tensors (metadata, vocabulary,
+    shapes), and 4 KiB each from the start, middle and end of every tensor. Training and quantizing change every tensor,
+    and therefore the id. Editing single bytes by hand may leave the id unchanged.
     """
     digest = hashlib.sha256()
     for part in parts(path):
@@ -223,7 +223,7 @@ class _AdapterHeader:
         return self._unpack(f"{_checked_count(length)}s")[0].decode()  # type: ignore[no-any-return]
 
     def _array(self) -> None:
-        """Skip an array. No check needs its contents."""
+        """Skip an array, because no check needs the contents of arrays."""
         kind, length = self._unpack("IQ")
         if kind in _FORMATS:
             self._file.seek(length * struct.calcsize(_FORMATS[kind]), 1)

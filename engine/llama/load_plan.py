@@ -1,10 +1,10 @@
-"""Plan the load of a model file: choose its capabilities and calculate the memory that the model will occupy.
+"""Plan the load of a model file: choose the model's capabilities, and calculate the memory that the model will occupy.
 
 To plan a load, llama.cpp performs a dry load of the file, without weights or cells, and logs its buffer sizes. Like a
 real load, a dry load reads the file's header and plans the compute graphs, which takes a few hundredths of a second and
-a few MB. It also allocates a batch's outputs, the states of recurrent layers, and about 50 bytes of bookkeeping per
-cell. To keep the states and the bookkeeping small, planning first measures the states of one slot. It then measures
-increasingly large contexts until one does not fit.
+a few MB. The dry load also allocates a batch's outputs, the states of recurrent layers, and about 50 bytes of
+bookkeeping per cell. To keep the states and the bookkeeping small, planning first measures the states of one slot. Then
+planning measures increasingly large contexts until a context does not fit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TYPE_BITS = 0x3F  # the attributes of a token that are its type; the others aff
 
 
 def can_generate(model: LlamaModel) -> bool:
-    """Return whether the model predicts next tokens. Encoders and diffusion models don't."""
+    """Return whether the model predicts the next token. Encoders and diffusion models don't."""
     causal = model.metadata(f"{model.info.architecture}.attention.causal") != "false"
     other = lib.llama_model_has_encoder(model.pointer) or lib.llama_model_is_diffusion(model.pointer)
     return causal and not bool(other) and model.info.architecture not in ENCODERS
@@ -84,10 +84,10 @@ def choose_uses(
 ) -> Uses:
     """Return the capabilities with which a model should be loaded, and the pooling of its embeddings.
 
-    If no capabilities are requested, the model gets the capabilities that suit its file. Models with pooling "rank" get
-    only `rerank`. All other models get `embed`. Of these, models that generate text also get `generate`, and `chat` if
-    they have a chat template. Encoders with a classification head also get `rerank`. Raises WrongCapability if the
-    model does not support a requested capability, and InvalidRequest if a capability is unknown.
+    If no capabilities are requested, they are chosen based on the model's file. Models with pooling "rank" get only
+    `rerank`. All other models get `embed`. Of these, models that generate text also get `generate`, and `chat` if they
+    have a chat template. Encoders with a classification head also get `rerank`. Raises WrongCapability if the model
+    does not support a requested capability, and InvalidRequest if a capability is unknown.
     """
     for name in (requested or frozenset()) - set(CAPABILITIES):
         raise InvalidRequest(f"capabilities: {name!r} is unknown; {nearest(name, CAPABILITIES)}")
@@ -146,7 +146,7 @@ class Backends:
         return self.generation is not None or any(backend.has_memory for backend in encoders)
 
     def close(self) -> None:
-        """Free the contexts. They must not be in use by any thread."""
+        """Free the contexts. No thread may be using the contexts."""
         for backend in (self.generation, self.embedding, self.ranking):
             if backend is not None:
                 backend.close()
@@ -154,7 +154,7 @@ class Backends:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The plan of a load: its options with the chosen context size, and the memory that the model will occupy."""
+    """A load plan: the options with the chosen context size, and the memory that the model will occupy."""
 
     options: EngineOptions
     footprint: Footprint
@@ -171,7 +171,7 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load that fits into the available memory, if these options allow it.
 
-    If no capabilities are requested, the model gets the capabilities that suit its file. Raises ModelLoadFailed,
+    If no capabilities are requested, they are chosen based on the model's file. Raises ModelLoadFailed,
     WrongCapability, InvalidRequest.
     """
     dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
@@ -197,14 +197,14 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
 
 
 def saves_states(options: EngineOptions, uses: Uses) -> bool:
-    """Return whether a model with these options and uses saves states to RAM."""
+    """Return whether a model with these options and capabilities saves states to RAM."""
     return uses.generates and options.cache_prompt
 
 
 def _measure(
     model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, MemoryUse]
 ) -> Footprint:
-    """Return the memory of a model with these contexts, including the largest possible outputs.
+    """Return the memory of a model with these contexts, including memory for the largest possible outputs.
 
     `load_log` contains the lines that llama.cpp logged when it created the contexts.
     """
@@ -230,7 +230,7 @@ def _divided(num_tokens: int | None, divisor: int) -> int | None:
 
 
 class _DryLoad:
-    """A model that is loaded without weights, so that contexts with different options can be tried until one fits."""
+    """A model that is loaded without weights. Contexts with different options can be tried until a context fits."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, available: AvailableMemory) -> None:
         self._model = model
@@ -297,7 +297,7 @@ class _DryLoad:
         return _measure(self._model, lines, backends, self._weights)
 
     def _too_large_states(self) -> Footprint | None:
-        """Return the minimum memory of a recurrent model's states if it exceeds the available memory, or None."""
+        """Return the minimum memory of a recurrent model's states if the states can't fit, and None otherwise."""
         pointer = self._model.pointer
         if not (lib.llama_model_is_recurrent(pointer) or lib.llama_model_is_hybrid(pointer)):
             return None
@@ -326,7 +326,7 @@ class DraftParts(NamedTuple):
 
 
 def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
-    """Return a vocabulary's type, and the type and text of each token, omitting unused tokens at the end.
+    """Return a vocabulary's type, and the type and text of each token. Unused tokens at the end are omitted.
 
     Two models have the same token ids if their results are equal.
     """
@@ -342,7 +342,7 @@ def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
 
 
 def check_draft(path: Path, model_path: Path) -> None:
-    """Raise ModelLoadFailed unless the model at `path` can draft for the other model. This doesn't read any weights."""
+    """Raise ModelLoadFailed unless the model at `path` can draft for the other model. No weights are read."""
     with (
         closing(LlamaModel(path, n_gpu_layers=0, dry=True)) as draft,
         closing(LlamaModel(model_path, n_gpu_layers=0, dry=True)) as model,

@@ -97,7 +97,7 @@ def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], abo
     """Run a llama.cpp call that another thread may abort, and return its return code.
 
     llama.cpp logs an abort as an error. Messages logged after an abort are therefore held until the call returns. If
-    the code is `aborted`, they are logged as debug messages, and otherwise as warnings.
+    the return code is `aborted`, the held messages are logged as debug messages, and otherwise as warnings.
     """
     _thread_log.is_aborting, level = is_aborting, logging.WARNING
     try:
@@ -111,7 +111,7 @@ def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], abo
 
 
 def take_errors() -> str:
-    """Return the latest errors that llama.cpp logged on this thread as one line, and clear them."""
+    """Return the latest errors that llama.cpp logged on this thread, joined into one line, and clear them."""
     text = "; ".join(_thread_log.errors)
     _thread_log.errors.clear()
     return text

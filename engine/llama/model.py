@@ -59,7 +59,7 @@ def initialise() -> None:
 def _has_amx() -> bool:
     """Return whether llama.cpp was built with AMX kernels, which can crash the process.
 
-    Builds made with GCC 12 lack the instructions that configure the tiles, and crash in the first decode call with
+    Builds made with GCC 12 lack the instructions that configure the AMX tiles, and crash in the first decode call with
     quantized weights. With other compilers, Linux can prevent llama.cpp's threads from using the tiles (llama.cpp's
     pull request 26954).
     """
@@ -67,14 +67,16 @@ def _has_amx() -> bool:
         return False
     log.warning(
         "AMX disabled",
-        detail="llama.cpp was built with AMX, which can crash; a build without AMX reads Q4_0 faster "
+        detail="llama.cpp was built with AMX, which can crash; a build without AMX prefills Q4_0 faster "
         "(docs/how-to/install.md, Build for another CPU)",
     )
     return True
 
 
 class Lifetime:
-    """Counts an object's users, so that closing it waits for them and rejects new users. Any thread may use it.
+    """Counts an object's users.
+
+    Closing the object rejects new users and waits for current users. Any thread may use it.
 
     with lifetime:  # raises EngineStopped after the object was closed
         ...  # use the object
@@ -112,7 +114,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FimTokens:
-    """The tokens for filling in the middle of a text. A token that is not in the vocabulary is -1."""
+    """The fill-in-the-middle tokens of a vocabulary. If the vocabulary doesn't have a token, its id is -1."""
 
     prefix: int
     suffix: int
@@ -166,13 +168,13 @@ class LlamaModel:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """The cache of compiled grammars for this vocabulary. It is safe to use from any thread."""
+        """The cache of compiled grammars for this vocabulary. Any thread may use it."""
         pieces = [self.token_bytes(token) for token in range(self.info.n_vocab)]
         controls = {special.id: special.text.encode() for special in self.special_tokens if special.is_control}
         return Grammars(pieces, controls, self._ends, functools.lru_cache(_MAX_SPELLINGS)(self._spell))
 
     def _spell(self, text: bytes) -> list[int]:
-        """Return the tokens that represent a text inside another text, or an empty list if they are unknown."""
+        """Return the tokens that a text has inside a longer text, or an empty list if they can't be determined."""
         with contextlib.suppress(EngineStopped):
             return spell(text, lambda part: self.tokenize(part, add_special=False), self.token_bytes)
         return []
@@ -292,7 +294,7 @@ class LlamaModel:
 
     @functools.cached_property
     def fim_tokens(self) -> FimTokens:
-        """The model's tokens for filling in the middle of a text."""
+        """The model's fill-in-the-middle tokens."""
         with self.lifetime:
             return FimTokens(
                 prefix=lib.llama_vocab_fim_pre(self.vocab),
@@ -343,7 +345,7 @@ class LlamaModel:
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Wait until the adapters and the weights are unused, then free them. Repeated calls are allowed.
+        """Wait until the adapters and the weights are no longer in use, then free them. Repeated calls are allowed.
 
         All of the model's contexts must be closed first. If the model is still in use after `timeout_s`, nothing is
         freed, and the result is False. Any later use raises EngineStopped.

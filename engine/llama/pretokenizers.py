@@ -1,9 +1,9 @@
-"""Provide enough stack for vocabularies with which llama.cpp splits texts using the recursive `std::regex`.
+"""Provide enough stack for vocabularies whose texts llama.cpp splits with the recursive `std::regex`.
 
 The recursion depth grows with the length of a word. Each character of an unbroken run takes 321 bytes of stack,
-regardless of the expression (measured with llama-cpp-python 0.3.36 on x86-64). Common vocabularies don't recurse.
-llama.cpp has special code for them (unicode.cpp: unicode_regex_split_custom), or their expressions match only a few
-characters at a time. All other vocabularies are treated as recursive.
+regardless of the regular expression (measured with llama-cpp-python 0.3.36 on x86-64). Common vocabularies don't
+recurse. llama.cpp has special code for these vocabularies (unicode.cpp: unicode_regex_split_custom), or their regular
+expressions match only a few characters at a time. All other vocabularies are treated as recursive.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PreTokenizer:
     def run(self, text: str, work: Callable[[], T]) -> T:
         """Return the result of `work`, which tokenizes the text. Raises InvalidRequest.
 
-        If the vocabulary recurses and the text is long, `work` is called in a thread with enough stack.
+        If splitting is recursive and the text is long, `work` is called in a thread with enough stack.
         """
         if not self.recurses or (len(text) <= SHALLOW_CHARS and self.name != "superbpe"):
             return work()

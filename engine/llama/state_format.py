@@ -1,14 +1,14 @@
 """Convert a slot's state between llama.cpp's format and a portable format. All functions are pure.
 
-llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). It consists of a magic
-number, the slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with the number
-of streams. Each stream starts with its number of cells, followed by the cells. All cells of a slot are in the same
-stream. The block of a recurrent memory is the last block and has no streams.
+llama.cpp's format depends on the number of slots (state_seq_get_data in llama-context.cpp). llama.cpp's format consists
+of a magic number, the slot, and one block per memory. A block of cells (state_write in llama-kv-cache.cpp) starts with
+the number of streams. Each stream starts with its number of cells, followed by the cells. All cells of a slot are in
+the same stream. The block of a recurrent memory is the last block and has no streams.
 
 The portable format consists of `_HEAD`, the lengths of the stored streams of all cell blocks, reserved space, the
-streams, and the recurrent block. The reserved space precedes the first stream. It is large enough for everything that
-precedes this stream in llama.cpp's format. A state with at most one block of cells can therefore be converted back in
-place.
+streams, and the recurrent block. The reserved space precedes the first stream. The reserved space is large enough for
+everything that precedes this stream in llama.cpp's format. A state with at most one block of cells can therefore be
+converted back in place.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
 
     Return the converted state and its number of tokens. Raises ValueError if the state is damaged.
 
-    A writable buffer is converted in place if possible, which saves a copy.
+    If possible, a writable buffer is converted in place, so the state isn't copied.
     """
     data = memoryview(portable).cast("B")
     try:
@@ -60,7 +60,7 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
     except struct.error as error:
         raise ValueError(f"the state is too short: {error}") from None
     if bool(is_cells_only) != (num_cell_blocks is None) or num_cell_blocks not in (None, num_blocks):
-        raise ValueError(f"the state has {num_blocks} blocks of cells; this model's states have another layout")
+        raise ValueError(f"the state has {num_blocks} blocks of cells; this model's states have a different layout")
     start = _HEAD.size + 8 * num_blocks + _RESERVED
     end = start + sum(lengths)
     if end > len(data) or (is_cells_only and end != len(data)):

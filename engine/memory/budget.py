@@ -1,9 +1,9 @@
 """The memory budget: how much memory models need, and how much memory the devices have.
 
-The arithmetic requires neither models nor devices. With "auto", the available memory is the devices' free memory, minus
-a margin and the needs of loads in progress. Mapped weights are a special case. The operating system counts their pages
-as free, because it can drop and reread them. However, a model whose weights are not in memory is only as fast as the
-disk. Mapped weights therefore count in full while the model is loaded.
+The calculations in this module require neither models nor devices. With "auto", the available memory is the devices'
+free memory, minus a margin and the needs of loads in progress. Mapped weights are a special case. The operating system
+counts the pages of mapped weights as free, because it can drop and reread these pages. However, a model whose weights
+are not in memory is only as fast as the disk. Mapped weights therefore count in full while the model is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with its own memory. Its name comes from ggml, such as "CPU" or "CUDA0"."""
+    """A device with its own memory. The device's name comes from ggml, such as "CPU" or "CUDA0"."""
 
     name: str
     kind: DeviceKind
@@ -54,7 +54,7 @@ def vram_of(devices: Iterable[Device]) -> Vram | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The number of bytes that a model uses on one device.
+    """The memory that a model uses on one device, in bytes.
 
     `mapped_bytes` is the part of the weights that is in the page cache. `saved_bytes` is the space for KV states in
     RAM, including states that are being read from or written to disk. This space counts in full, because it may be used
@@ -69,19 +69,19 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        """The total number of bytes. `mapped_bytes` is not added, because it is part of the weights."""
+        """The total memory in bytes. `mapped_bytes` is not added, because mapped memory is part of the weights."""
         return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The number of bytes that a model uses on each device."""
+    """The memory that a model uses on each device."""
 
     devices: Mapping[str, MemoryUse] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        """The total number of bytes on all devices."""
+        """The total memory on all devices, in bytes."""
         return self.on(ALL_DEVICES).total_bytes
 
     def on(self, device: str) -> MemoryUse:
@@ -96,7 +96,7 @@ class Footprint:
         return Footprint({name: _sum([self.on(name), other.on(name)]) for name in names})
 
     def by_device(self) -> dict[str, int]:
-        """Return the total number of bytes for each device."""
+        """Return the total memory that is required on each device, in bytes."""
         return {name: usage.total_bytes for name, usage in self.devices.items()}
 
 
@@ -117,13 +117,13 @@ class Shortage:
 class AvailableMemory:
     """The number of bytes available on each device.
 
-    A budget for all devices together has the name ALL_DEVICES.
+    A combined budget for all devices has the name ALL_DEVICES.
     """
 
     free: Mapping[str, int]
 
     def needed(self, footprint: Footprint) -> dict[str, int]:
-        """Return the bytes that a footprint requires, for each name in `free`. Other devices are omitted."""
+        """Return the number of bytes that a footprint requires on each device in `free`. Other devices are omitted."""
         if ALL_DEVICES in self.free:
             return {ALL_DEVICES: footprint.total_bytes}
         return {name: size for name, size in footprint.by_device().items() if name in self.free}
@@ -138,12 +138,12 @@ class AvailableMemory:
         return max(shortages, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
 
     def minus(self, footprint: Footprint) -> AvailableMemory:
-        """Return the memory that is still available after this footprint has been allocated."""
+        """Return the memory that would still be available after allocating this footprint."""
         needed = self.needed(footprint)
         return AvailableMemory({name: size - needed.get(name, 0) for name, size in self.free.items()})
 
     def plus(self, footprints: Iterable[Footprint]) -> AvailableMemory:
-        """Return the memory that is available after these footprints have been freed."""
+        """Return the memory that would be available after freeing these footprints."""
         free = dict(self.free)
         for footprint in footprints:
             for name, size in self.needed(footprint).items():
@@ -157,7 +157,7 @@ def margin(device: Device) -> int:
 
 
 class Budget:
-    """The memory reserved for each model, and the available memory. Any thread may use it, and no call waits."""
+    """The memory reserved for each model, and the available memory. Any thread may use it, and no method blocks."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def reserve(self, model_id: str, footprint: Footprint) -> None:
-        """Reserve memory for a model. Its load counts as in progress until `settle` is called."""
+        """Reserve memory for a model. The model's load counts as in progress until `settle` is called."""
         with self._lock:
             if not self._in_flight:
                 self._before = self._measured()
@@ -190,7 +190,7 @@ class Budget:
             self._in_flight.add(model_id)
 
     def settle(self, model_id: str, footprint: Footprint) -> None:
-        """Finish a load, and replace the planned footprint with the model's actual footprint."""
+        """Mark a load as finished, and replace the planned footprint with the model's actual footprint."""
         with self._lock:
             self._taken[model_id] = footprint
             self._in_flight.discard(model_id)
@@ -211,7 +211,8 @@ class Budget:
     def available(self) -> AvailableMemory:
         """Return the available memory.
 
-        For "unlimited", it is measured as for "auto", because the chosen context and quota depend on the result.
+        With "unlimited", the memory is measured as with "auto", because the chosen context and quota depend on the
+        result.
         """
         with self._lock:
             if isinstance(self.limit, int):

@@ -59,7 +59,7 @@ def _page_cache(path: Path) -> int:
 
 
 def give_memory_back() -> None:
-    """Collect reference cycles, and return freed pages that glibc would otherwise keep to the operating system."""
+    """Collect reference cycles, and make glibc return freed pages to the operating system."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # musl has no malloc_trim

@@ -19,7 +19,7 @@ RAM_SHARE = 0.25  # largest share of the available memory for saved states with 
 def choose_ctx(
     measure: Callable[[int], Footprint], available: AvailableMemory, n_ctx_train: int, *, first: int | None = None
 ) -> tuple[int, Footprint]:
-    """Choose the number of tokens per slot, and return it with its footprint.
+    """Choose the number of tokens per slot, and return this number with its footprint.
 
     If even the minimum does not fit, return the minimum. `measure` returns the footprint for a number of tokens per
     slot. `first` is the first number to try.

@@ -1,4 +1,4 @@
-"""The models of a process, identified by id: load them, route calls to them, and unload them.
+"""Load a process's models, route calls to them by id, and unload them.
 
 (nothing) ── load ──► loading ──► ready ── unload ──► unloading ──► (nothing)
                          │                                │
@@ -59,7 +59,7 @@ class ModelEntry:
 
 
 class ModelManager:
-    """Loads models, routes calls to them by id, and unloads them. It is safe to use from any thread.
+    """Loads models, routes calls to them by id, and unloads them. Any thread may use it.
 
     A process can have only one manager, because all of its models share the same memory.
     """
@@ -71,8 +71,8 @@ class ModelManager:
         """Limit the total memory of all models to `memory_budget` bytes, or to the free memory with "auto".
 
         If `on_full` is "refuse", loads that don't fit are refused. If it is "evict", the least recently used idle
-        models are unloaded first, provided that this frees enough memory. Raises InvalidRequest, and ManagerExists if
-        another manager is open in this process.
+        models are unloaded first, provided that unloading them frees enough memory. Raises InvalidRequest, and
+        ManagerExists if another manager is open in this process.
         """
         unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
         self._admission = MemoryAdmission(memory_budget, on_full, self._idle, unload, self._num_saved)
@@ -101,8 +101,8 @@ class ModelManager:
 
         The first model is the default until another model is loaded with `default`. During the load, other models
         continue to serve requests, and other threads can load models. After a failed load, no part of the model stays
-        in memory. Without `capabilities`, the model gets the capabilities that suit its file. `adapters` maps each name
-        to a source and a scale (see Model.load_adapter). Raises IdTaken, InsufficientMemory, ModelLoadFailed,
+        in memory. Without `capabilities`, the capabilities are chosen based on the model's file. `adapters` maps each
+        name to a source and a scale (see Model.load_adapter). Raises IdTaken, InsufficientMemory, ModelLoadFailed,
         AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
         requested = None if capabilities is None else frozenset(capabilities)
@@ -151,7 +151,7 @@ class ModelManager:
         )
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
-        """Run `load` in a new thread. The future returns the model or raises the errors of `load`."""
+        """Run `load` in a new thread. The future returns the model, or raises the same errors as `load`."""
         return in_background(lambda: self.load(model_id, source, **options), f"cellama-load-{model_id or source}")
 
     def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
@@ -170,8 +170,8 @@ class ModelManager:
         """Stop accepting requests for a model, wait until it is neither held nor in use, and free its memory.
 
         If it is the default model, another ready model becomes the default. Raises ModelNotLoaded, and ModelBusy if the
-        model is still in use after `timeout_s`. In the latter case, the model accepts requests again, and becomes the
-        default again if it was the default before.
+        model is still in use after `timeout_s`. If ModelBusy is raised, the model accepts requests again. If it was the
+        default model, it becomes the default again.
         """
         with self._lock:
             entry = self._ready(model_id)
@@ -218,8 +218,8 @@ class ModelManager:
     def get(self, model_id: str) -> Model:
         """Return the model with this id, or the default model if the id is ":default". Raises ModelNotLoaded.
 
-        Once the model has been unloaded, all of its methods raise EngineStopped. To keep it loaded while you are using
-        it, call `hold`.
+        Once the model has been unloaded, all of its methods raise EngineStopped. To keep the model loaded while you are
+        using it, call `hold`.
         """
         with self._lock:
             model = self._ready(model_id).model
@@ -321,7 +321,7 @@ class ModelManager:
             return {id_: entry.model for id_, entry in self._entries.items() if entry.model and entry.status == "ready"}
 
     def entries(self) -> list[ModelEntry]:
-        """Return all models with their status, including those that are loading or unloading."""
+        """Return all models with their status, including models that are loading or unloading."""
         with self._lock:
             return list(self._entries.values())
 
@@ -333,7 +333,7 @@ class ModelManager:
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
-        """Return claims for the engines and embedders of all models, so that they can share the cores."""
+        """Return claims on the machine's cores for the engines and embedders of all models."""
         return [
             Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
             for model in self.models().values()
@@ -363,8 +363,8 @@ class ModelManager:
     def close(self, save_until: float | None = None) -> None:
         """Close all models. Running requests fail with EngineStopped. Repeated calls have no effect.
 
-        If `cache_dir` is set, KV states are saved first. Saving stops at `save_until` (time.monotonic()), or after the
-        default duration of `Model.close`.
+        If `cache_dir` is set, KV states are saved first. Saving stops at `save_until` (time.monotonic()), or by default
+        after the time that `Model.close` allows.
         """
         self.cores.close()
         with self._lock:

@@ -57,7 +57,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 
 
 class MemoryAdmission:
-    """Keeps the memory of a process's models within a budget. It is safe to use from any thread.
+    """Keeps the memory of a process's models within a budget. Any thread may use it.
 
     Only one load is planned at a time, so two loads can't reserve the same memory. The loads themselves run
     concurrently.
@@ -123,7 +123,7 @@ class MemoryAdmission:
         }
 
     def _evict_idle(self, model_id: str, footprint: Footprint, failed: set[str]) -> bool:
-        """Evict idle models if this is allowed and frees enough memory.
+        """Evict idle models if eviction is allowed and frees enough memory.
 
         Return whether any models were chosen for eviction. If so, the load should be retried.
         """
@@ -133,7 +133,7 @@ class MemoryAdmission:
         idle = [(other, taken[other]) for other in self._idle() if other in taken and other not in failed]
         victims = choose_victims(self.budget.available(), footprint, idle)
         for victim in victims:
-            log.info("model eviction started", model=victim, detail=f"its memory is needed for model {model_id}")
+            log.info("model eviction started", model=victim, detail=f"the memory is needed for model {model_id}")
             try:
                 self.evict(victim)
             except EngineError as error:
@@ -163,8 +163,8 @@ class MemoryAdmission:
 def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
     """Return advice on which models to unload.
 
-    The advice names the smallest model that suffices, or else all models. If unloading all models would not be enough,
-    return "".
+    The advice names the smallest model that frees enough memory, or else all models. If unloading all models would not
+    be enough, return "".
     """
     enough = [other for other in others if other[1] >= missing_bytes]
     if enough:

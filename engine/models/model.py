@@ -73,7 +73,7 @@ def _as_user(message: Message) -> Message:
 
 
 class Texts:
-    """Tokenizes texts and renders chat prompts for a model. It is safe to use from any thread."""
+    """Tokenizes texts and renders chat prompts for a model. Any thread may use it."""
 
     def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
         """Create an object that uses the vocabulary of `weights`. `name` appears in error messages.
@@ -179,8 +179,8 @@ class Texts:
         fim = self._weights.fim_tokens
         if min(fim.prefix, fim.suffix, fim.middle) < 0:
             raise InvalidRequest(
-                f"suffix: model {self._name!r} has no tokens to fill in the middle of a text; remove the suffix, or "
-                "use a code model that was trained for this"
+                f"suffix: model {self._name!r} has no fill-in-the-middle tokens; remove the suffix, or "
+                "use a code model that has these tokens"
             )
         before = list(self._weights.added_tokens[0])
         if others and fim.repository >= 0:
@@ -208,7 +208,7 @@ class Texts:
         return self._tokens_of_prompt(self.template, self.template.render(messages, **template_args))
 
     def tokenize_prefix(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
-        """Return a conversation's token ids without the start of a reply. Raises the errors of `render`."""
+        """Return a conversation's token ids without the start of a reply. Raises the same errors as `render`."""
         template = self._template_for(options)
         prompt = template.render(options.all_of(messages), **{**options.variables, "add_generation_prompt": False})
         return self._tokens_of_prompt(template, prompt)
@@ -235,8 +235,8 @@ class Texts:
         `wanted` is the constraint on the reply's text (see `wanted_text`).
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
-        after the reply, and the system message and tools are those of the context. `last_reply` is this reply, if it is
-        known. The options must then be those of the context.
+        after the reply, and keeps the context's system message and tools. If the reply is known, pass it as
+        `last_reply`, with the same options as those of the context.
         """
         template, started = self._template_for(options), options.started_reply(messages)
         variables = {**options.variables, "add_generation_prompt": options.add_generation_prompt and not started}
@@ -293,9 +293,10 @@ class Texts:
 
 
 class Tokenizer(Texts):
-    """A model's vocabulary and chat template. They load quickly, because the weights are not loaded.
+    """A model's vocabulary and chat template.
 
-    Use it as a context manager, or call `close` when you are done.
+    The vocabulary and the template load quickly, because the weights are not loaded. Use the object as a context
+    manager, or call `close` when you are done.
     """
 
     def __init__(self, source: str, hub: HubOptions | None = None) -> None:
@@ -335,7 +336,7 @@ class Model(Texts):
         """Load the model from a file. `adapters` maps each name to a source and a scale.
 
         `tuned` contains the names of the options that were set by `cellama tune`. If loading fails, all memory is
-        freed. Raises ModelLoadFailed, and the errors of `load_adapter`.
+        freed. Raises ModelLoadFailed, and the same errors as `load_adapter`.
         """
         from cellama.engine.llama import LlamaModel
 
@@ -440,21 +441,21 @@ class Model(Texts):
 
     @property
     def engine(self) -> Engine:
-        """The generation engine. Raises WrongCapability if the model doesn't have one."""
+        """The generation engine. Raises WrongCapability if the model has no generation engine."""
         if self._engine is None:
             raise self._wrong_capability("generate")
         return self._engine
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder. Raises WrongCapability if the model doesn't have one."""
+        """The embedder. Raises WrongCapability if the model has no embedder."""
         if self._embedder is None:
             raise self._wrong_capability("embed")
         return self._embedder
 
     @property
     def reranker(self) -> Reranker:
-        """The reranker. Raises WrongCapability if the model doesn't have one."""
+        """The reranker. Raises WrongCapability if the model has no reranker."""
         if self._reranker is None:
             raise self._wrong_capability("rerank")
         return self._reranker
@@ -493,7 +494,7 @@ class Model(Texts):
 
         `params` are the fields of ChatOptions, Request and SamplingParams. If `parent_key` is the `finish_key` of an
         earlier completion, the messages continue that completion's context. Raises TimeoutError, TemplateFailed,
-        InvalidRequest, WrongCapability, UnknownKey, and the errors of `Engine.submit`.
+        InvalidRequest, WrongCapability, UnknownKey, and the same errors as `Engine.submit`.
         """
         self.require("chat")
         given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
@@ -516,7 +517,7 @@ class Model(Texts):
         """Return a vector for each text. A text can be a string or a list of token ids.
 
         A single text doesn't need to be in a list. `params` are the parameters of `Embedder.submit`. Raises
-        TimeoutError, WrongCapability, and the errors of that method.
+        TimeoutError, WrongCapability, and the same errors as `Embedder.submit`.
         """
         self.require("embed")
         is_single = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
@@ -526,7 +527,7 @@ class Model(Texts):
         except TimeoutError:
             handle.cancel()
             raise TimeoutError(
-                f"timeout_s: the texts were not embedded within {timeout_s} s; raise it, or send fewer texts"
+                f"timeout_s: the texts were not embedded within {timeout_s} s; raise timeout_s, or send fewer texts"
             ) from None
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
@@ -552,27 +553,33 @@ class Model(Texts):
         return loaded.load(name, source, path, scale)
 
     def adapters(self) -> list[AdapterInfo]:
-        """Return the adapters with their scales and the numbers of requests that use them."""
+        """Return the adapters, each with its scale and the number of requests that use it."""
         return [] if self._engine is None else self._engine.adapters.infos()
 
     def set_adapter_scale(self, name: str, scale: float) -> None:
         """Set an adapter's scale for later requests that don't choose any adapters.
 
-        Raises the errors of `Adapters.set_scale`.
+        Raises the same errors as `Adapters.set_scale`.
         """
         self.engine.adapters.set_scale(name, scale)
 
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Reject new requests for an adapter, and free it once it is unused. Raises the errors of `Adapters.unload`."""
+        """Reject new requests for an adapter, and free it once it is unused.
+
+        Raises the same errors as `Adapters.unload`.
+        """
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
-        """Return the number of leading prompt tokens in each tier, like `Engine.cached_prefix`."""
+        """Return how many leading prompt tokens are in each tier, like `Engine.cached_prefix`."""
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self.engine.cached_prefix(tokens, scope, adapters)
 
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
-        """Write KV states to `cache_dir`, if it is set, and return their number, like `Engine.save_states`."""
+        """Write KV states to `cache_dir`, if it is set.
+
+        Return the number of written states, like `Engine.save_states`.
+        """
         return 0 if self._engine is None else self._engine.save_states(timeout_s)
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
@@ -609,16 +616,16 @@ class Model(Texts):
 
     @property
     def parts(self) -> list[Engine | Embedder]:
-        """The engine, the embedder and the reranker's embedder, if they exist. Each of them has its own thread."""
+        """The engine, the embedder and the reranker's embedder, if they exist. Each component has its own thread."""
         ranking = None if self._reranker is None else self._reranker.embedder
         return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 
     def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
-        """Stop the model's threads and free its memory. Running requests fail with EngineStopped.
+        """Stop the model's threads and free the model's memory. Running requests fail with EngineStopped.
 
         If `cache_dir` is set, KV states are saved first, which takes at most `save_s` seconds. Return False if a step
-        or a tokenization doesn't finish. In this case, the weights stay in memory, because freeing them would crash the
-        process. Repeated calls are allowed.
+        or a tokenization doesn't finish. In this case, the weights stay in memory, because freeing weights that are in
+        use would crash the process. Repeated calls are allowed.
         """
         self._close_template()
         if save_s > 0:

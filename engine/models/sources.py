@@ -1,7 +1,7 @@
 """Resolve a model's source string to a GGUF file on this machine.
 
 A source is a path, `bundled://NAME`, or `hf://ORG/REPO/FILE[@REVISION]` on the Hugging Face hub. FILE can be a pattern
-such as *Q4_K_M*. The first part of a split model represents all of its parts. huggingface_hub downloads and caches
+such as *Q4_K_M*. The path of the first part of a split model stands for all parts. huggingface_hub downloads and caches
 files, resumes downloads, and shows progress. This module verifies the checksums of new files.
 """
 
@@ -81,7 +81,7 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
 
 
 def check_source(source: str) -> None:
-    """Raise ModelLoadFailed if this source can't possibly be loaded. Nothing is downloaded."""
+    """Raise ModelLoadFailed if it is certain that this source can't be loaded. Nothing is downloaded."""
     if source.startswith(HUB_PREFIX):
         HubFile.parse(source)
     else:
@@ -233,7 +233,7 @@ def _check_reachable() -> None:
 
 
 def _unreachable(reason: str) -> str:
-    """Return the text of the error for an unreachable hub."""
+    """Return the error message for an unreachable hub."""
     from huggingface_hub import constants
 
     return (

@@ -4,8 +4,8 @@ The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`. `$XDG_CACHE_HOME` 
 
     `{"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}`
 
-A load uses a result only if the conditions are the same: CPU, cores, GPUs, llama.cpp version, and the options that
-affect the computation. Invalid files and entries are ignored and logged as warnings.
+A load uses a result only if it was measured under the same conditions: CPU, cores, GPUs, llama.cpp version, and the
+options that affect the computation. Invalid files and entries are ignored and logged as warnings.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Measurement:
 
 
 def directory() -> Path:
-    """Return the directory that contains the results. It may not exist yet."""
+    """Return the directory that contains the results. The directory may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama" / "tuned"
 
 
@@ -118,7 +118,7 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
 
 
 def _is_micro_batch_too_small(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """Return whether the micro-batch would be smaller than a prefill chunk or than the number of slots."""
+    """Return whether a micro-batch would be too small for a prefill chunk or for one token of each slot."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
     return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 

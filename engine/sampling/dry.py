@@ -34,12 +34,12 @@ class Breakers:
 
     @functools.cached_property
     def single(self) -> frozenset[int]:
-        """The tokens that are breakers on their own."""
+        """The breakers that consist of a single token."""
         return frozenset(token for token, tails in self.tails.items() if () in tails)
 
 
 def find_breaker(text: bytes, pieces: Sequence[bytes], tokenize: Callable[[str], list[int]]) -> Breakers:
-    """Find the vocabulary's tokens that contain the breaker or end with its start."""
+    """Find the tokens in the vocabulary that contain the breaker or end with the start of the breaker."""
     tails: dict[int, tuple[tuple[int, ...], ...]] = {}
     heads = [text[:count] for count in range(1, len(text))]
     last_bytes = {head[-1] for head in heads}
@@ -146,7 +146,10 @@ class Dry:
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """Return the number of tokens up to each index that equal the last tokens (Z algorithm). The last number is 0."""
+    """Return for each index how many tokens up to this index equal the last tokens (Z algorithm).
+
+    The last number is 0.
+    """
     size = len(tokens)
     found = np.zeros(size, np.int32)
     backwards = list(reversed(tokens))

@@ -41,7 +41,7 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """The state of a sequence when its processors are created, which happens when it starts or resumes."""
+    """A sequence's state when its processors are created. They are created when the sequence starts or resumes."""
 
     params: SamplingParams
     tokens: Sequence[int]  # the prompt, and the output if the sequence resumes
@@ -54,7 +54,7 @@ ProcessorFactory = Callable[[SequenceStart], LogitsProcessor | None]  # None if 
 
 
 class LogitBias:
-    """Adds a constant to the logit of each of some tokens."""
+    """Adds a constant to the logits of some tokens, with a separate constant for each token."""
 
     def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
         ids, values = zip(*biases, strict=True)
@@ -131,8 +131,8 @@ def make_processors(
     """Return the processors of a sequence in the order in which they apply.
 
     The built-in biases, penalties and DRY apply in llama.cpp's order (common/sampling.cpp), followed by the processors
-    in `added`. Bans are applied last so that no other processor can lift them. DRY uses `breakers`, which are texts
-    that a repetition doesn't cross, and `dry_window`, which is the number of recent tokens to consider.
+    in `added`. Bans are applied last, so no other processor can lift a ban. DRY uses `breakers`, which are texts that a
+    repetition doesn't cross, and `dry_window`, which is the number of recent tokens to consider.
     """
     params, made = start.params, list[LogitsProcessor]()
     if params.logit_bias:

@@ -1,7 +1,7 @@
 """Filter and sample the next token from logits with numpy only.
 
 A token's randomness depends on the seed and on the token's position in the output, not on earlier draws. Therefore, the
-tokens are enough to resume a sequence exactly at any position. Only mirostat also needs a stored number.
+tokens are enough to resume a sequence exactly at any position. Mirostat also needs its state, which is a single number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def softmax(values: Values) -> Values:
 
 
 def top_ids(logits: Logits, count: int) -> Ids:
-    """Return at least the `count` likeliest tokens, in order of decreasing likelihood and then of ids.
+    """Return at least the `count` likeliest tokens, sorted by decreasing likelihood, then by id.
 
     Impossible tokens may be omitted. The maxima of blocks yield a lower bound for the result, so only a few tokens are
     sorted. Each block consists of every `width`-th token. The maxima can then be computed in vector registers, nine
@@ -78,7 +78,7 @@ def min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
 
 
 def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Values]:
-    """Apply `top_p` to all tokens, but sort only the likeliest tokens, because they include all remaining tokens."""
+    """Apply `top_p` to all tokens. Only the likeliest tokens are sorted, because `top_p` removes all other tokens."""
     best = float(logits.max())
     weights = np.exp(logits - np.float64(best))
     total, needed, depth = weights.sum(), params.top_p + _ROUNDING, _FIRST_DEPTH
@@ -253,7 +253,7 @@ class TokenSampler:
     def _pick(self, logits: Logits, purpose: str, among: Ids | None = None) -> int:
         """Sample one of all tokens, or one of the sorted tokens in `among`.
 
-        Raises NothingAllowed if none is possible.
+        Raises NothingAllowed if no token is possible.
         """
         if among is not None:
             logits = logits[among]
@@ -316,7 +316,7 @@ class TokenSampler:
         return int((values + noise).argmax())
 
     def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
-        """Apply XTC, which sometimes removes all likely tokens except the least likely one among them."""
+        """Apply XTC, which sometimes removes all likely tokens except the least likely of these tokens."""
         params = self._params
         if not params.xtc_probability or len(ids) < 2:
             return ids, values
@@ -351,7 +351,7 @@ class TokenSampler:
 
 
 class NothingAllowed(Exception):
-    """The constraint and the biases exclude all tokens."""
+    """Raised if the constraint and the biases together exclude all tokens."""
 
 
 class _LogprobReport:
@@ -369,7 +369,10 @@ class _LogprobReport:
 
 
 def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
-    """Return a number in (0, 1) for each id, computed with splitmix64 from only the arguments."""
+    """Return a number in (0, 1) for each id.
+
+    The numbers depend only on the arguments, and are computed with splitmix64.
+    """
     key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
     state = ids.astype(np.uint64) + np.uint64(_mix(key))
     state = state * np.uint64(0x9E3779B97F4A7C15)

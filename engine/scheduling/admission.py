@@ -1,4 +1,4 @@
-"""Admission: order the waiting queue, choose a slot and a prefix for the next sequence, and plan its prefill cuts."""
+"""Admission: order the waiting queue, choose a slot and a prefix for the next sequence, and plan prefill cuts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ TURN_END_TOKENS = 4  # tokens at the end of a chat prompt that the next turn may
 
 
 class _Heap:
-    """A min-heap of sequences, ordered by a number. A removed sequence's entry stays until it reaches the top."""
+    """A min-heap that orders sequences by a number.
+
+    A removed sequence's entry stays in the heap until it is at the top.
+    """
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int]] = []
@@ -90,7 +93,8 @@ class WaitingQueue:
     def add(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
         """Add a new sequence while `num_idle` slots are idle. Raises QueueFull.
 
-        The limit counts requests, not their completions. A request that can get a slot immediately is never rejected.
+        A request counts once, even if it generates several completions. A request that can get a slot immediately is
+        never rejected.
         """
         if self._max_waiting and sequence.index == 0:
             num_others = self.num_waiting - self._num_requests
@@ -195,7 +199,10 @@ class WaitingQueue:
 
 
 def rank_if_preempted(sequence: Sequence, now: float) -> float:
-    """Return the rank that a running sequence would have in the queue, where only its waiting time counts as age."""
+    """Return the rank that a running sequence would have if it returned to the queue.
+
+    Only waiting time counts as age.
+    """
     return sequence.rank + now - (now if sequence.placed_at is None else sequence.placed_at)
 
 
@@ -217,8 +224,8 @@ class SlotFinder:
     def await_prefix(self, sequence: Sequence, now: float) -> bool:
         """Return whether the sequence should wait for a prefix that is being computed or read from a file.
 
-        The prefix may be in progress in another slot. If a stored state contains a longer prefix than the slots and
-        RAM, this method starts reading its file.
+        Another slot may be computing the prefix. If a stored state contains a longer prefix than the slots and RAM,
+        this method starts reading its file.
         """
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
@@ -246,7 +253,7 @@ class SlotFinder:
         return sequence.file_wait is not None and sequence.file_wait.continues(now)
 
     def _num_coming(self, holder: Sequence, shared: int) -> int:
-        """Return the number of shared tokens that will be reusable once the holder has computed them."""
+        """Return how many shared tokens can be reused once the holder has computed these tokens."""
         if self._cache.memory.partial_reuse or shared == len(holder.tokens):
             return shared
         return max((cut for cut in holder.cuts if cut <= shared), default=0)
@@ -290,9 +297,9 @@ class SlotFinder:
     def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
         """Return the running sequences that this sequence may preempt, in the order in which they should be preempted.
 
-        Victims must be less urgent and rank behind this sequence in the queue, where only waiting time counts as age. A
-        bulk sequence that ranks ahead also yields to an interactive sequence, once it has held its slot for HOLD_S and
-        generated a token.
+        Victims must be less urgent and rank behind this sequence in the queue. Only waiting time counts as age. An
+        interactive sequence can also preempt a bulk sequence that ranks ahead, if the bulk sequence has held its slot
+        for HOLD_S and generated a token.
         """
         less_urgent = [s for s in self._slots.running if s.request.priority > sequence.request.priority]
         ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
@@ -315,8 +322,8 @@ class SlotFinder:
 
         The least urgent sequences are first. Among equally urgent sequences, those whose fairness key has received the
         most service are first. Remaining ties are usually resolved as in `preemption_order`. If an interactive sequence
-        needs a slot with its own cells, and states are saved to RAM, the victim closest to slots with the same class
-        and adapters is first.
+        needs a slot with its own cells, and states are saved to RAM, the victim whose slot is closest to the slots of
+        the same class and adapters is first.
         """
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
             return self.preemption_order(victims)
@@ -356,8 +363,8 @@ def _will_compute(sequence: Sequence, length: int) -> bool:
 class CutPlanner:
     """Plans cuts: the lengths at which a prefill stops to save a checkpoint.
 
-    Cuts are needed only if the memory can't be truncated. Other sequences can then reuse a shared prefix only up to a
-    checkpoint.
+    Cuts are needed only if slot states can't be truncated to arbitrary lengths. Other sequences can then reuse a shared
+    prefix only up to a checkpoint.
     """
 
     def __init__(self, cache: KvCache, queue: WaitingQueue, slots: SlotTable) -> None:
@@ -370,7 +377,10 @@ class CutPlanner:
         return self._cache.checkpoints.is_enabled
 
     def plan(self, sequence: Sequence, num_reused: int) -> None:
-        """Plan the cuts of a sequence that is getting a slot: where other prompts diverge from it, and near its end."""
+        """Plan the cuts of a sequence that is getting a slot.
+
+        Cuts are planned where other prompts diverge, and near the end of a chat prompt.
+        """
         sequence.cuts = ()
         if not self._is_enabled or not sequence.request.cache_prompt:
             return
@@ -403,7 +413,10 @@ class CutPlanner:
 
 
 def _cuts(lengths: Iterable[int], start: int, max_length: int) -> tuple[int, ...]:
-    """Return at most MAX_CUTS cuts. If a length is omitted, requests that share it can use the next shorter cut."""
+    """Return at most MAX_CUTS cuts.
+
+    Requests that share a prefix of an omitted length can reuse the next shorter cut.
+    """
     ordered = sorted({min(length, max_length) for length in lengths})
     distance = MIN_CUT_DISTANCE
     while len(cuts := _spaced(ordered, start, distance)) > MAX_CUTS:

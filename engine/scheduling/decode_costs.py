@@ -27,7 +27,7 @@ MOVE_WEIGHT = 0.3  # weight of a new value in the running mean: moves are rare, 
 
 @dataclass(slots=True)
 class _Size:
-    """The measured cost of passes with a certain number of rows."""
+    """The measured duration of passes with a certain number of rows."""
 
     seconds: float  # duration of a pass
     num_measured: float = 0.0
@@ -35,9 +35,9 @@ class _Size:
 
 
 class DecodeCosts:
-    """Learns the duration of passes by their number of rows.
+    """Learns how long passes take, depending on their number of rows.
 
-    It keeps a running mean for each of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, because most passes with drafts
+    A running mean is kept for each of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, because most passes with drafts
     have these sizes. Durations for other sizes are interpolated linearly. Each size is learned separately, so passes
     with many draft rows don't change the expected cost of one row (docs/adr/015-speculation.md). The slot layout and
     speculation share one instance.
@@ -61,7 +61,7 @@ class DecodeCosts:
     def expected(self, rows: int) -> float:
         """Return the expected duration of a pass with this number of rows.
 
-        Before the first measurement, only the ratios between results are meaningful.
+        Before the first measurement, the results are not in seconds, and only their ratios are meaningful.
         """
         if not self._ordered:
             return float(rows + PASS_ROWS)
@@ -77,7 +77,8 @@ class DecodeCosts:
         """Return the lowest plausible duration of a pass with this number of rows.
 
         For sizes that have not been measured, or not recently, the result is lower than the expected duration.
-        Decisions based on it therefore occasionally try an option that may be better, and learn from the result.
+        Therefore, decisions that use this duration occasionally try an option that may be better, and learn from its
+        measured duration.
         """
         doubt = sum([share * self._doubt(size) for size, share in _between(rows)])
         return self.expected(rows) * (1 - doubt)
@@ -96,8 +97,9 @@ class DecodeCosts:
     def observe(self, pass_rows: Seq[int], seconds: float) -> None:
         """Learn from a decode call that consisted of passes with these numbers of rows.
 
-        Only the duration of the whole call is measured, so each size learns in proportion to its share of the call. If
-        some sizes have not been measured before, the whole difference from the expected duration is attributed to them.
+        Only the duration of the whole call is measured, so the duration of each size is corrected in proportion to the
+        size's share of the call. If some sizes have not been measured before, the whole difference from the expected
+        duration is attributed to these sizes.
         """
         self._num_calls += 1
         total_s = sum([self.expected(rows) for rows in pass_rows])
@@ -133,7 +135,7 @@ class DecodeCosts:
 
 
 def _between(rows: int) -> list[tuple[int, float]]:
-    """Return the sizes next to a number of rows, each with its share, such as [(4, 0.5), (6, 0.5)] for 5 rows."""
+    """Return the nearest sizes, each with its weight for interpolation, such as [(4, 0.5), (6, 0.5)] for 5 rows."""
     power = 1 << (rows.bit_length() - 1)  # sizes are powers of two, and 1.5 times these: 2, 3, 4, 6, 8, 12 …
     low, high = (power, power * 3 // 2) if 2 * rows < 3 * power or power == 1 else (power * 3 // 2, 2 * power)
     if rows == low:
@@ -152,6 +154,6 @@ class MoveCosts:
         return self._token_s * (num_tokens + MOVE_TOKENS) if num_tokens else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from the duration of a move of this many tokens."""
+        """Learn from the measured duration of moving this many tokens."""
         if num_tokens > 0 and seconds >= 0:
             self._token_s += (seconds / (num_tokens + MOVE_TOKENS) - self._token_s) * MOVE_WEIGHT

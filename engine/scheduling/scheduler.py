@@ -1,4 +1,4 @@
-"""The scheduler: admission, preemption and the batch of each step.
+"""The scheduler: it admits and preempts sequences, and builds the batch of each step.
 
 A decode call can apply only one set of adapters. If running sequences use several sets, the sets take turns
 (docs/adr/004-adapters.md).
@@ -40,9 +40,9 @@ class _AdapterGroup:
 class AdapterRotation:
     """Chooses the adapters of the next step if running sequences use several sets of adapters.
 
-    Sequences with the same adapters form a group. Each group's turn lasts for some time, because llama.cpp builds a new
-    graph after a change of adapters. The group that has waited longest gets the next turn. For a group without
-    interactive requests, BULK_EXTRA_S is subtracted from its waiting time.
+    Running sequences with the same adapters form a group. A group's turn lasts for a time slice, because llama.cpp must
+    build a new graph whenever the adapters change. The group that has waited longest gets the next turn. For a group
+    without interactive requests, BULK_EXTRA_S is subtracted from its waiting time.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ OnFailure = Callable[[Sequence, Exception], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a step and of the waiting queue."""
+    """The limits that apply to each step and to the waiting queue."""
 
     budget: int  # tokens per step
     chunk_size: int  # prompt tokens per slot and step
@@ -107,7 +107,7 @@ class Limits:
 class Scheduler:
     """Decides which sequences have slots and what each step computes. A slot holds at most one sequence.
 
-    The scheduler owns each sequence from the call of `enqueue` to the call of `release`.
+    The scheduler owns each sequence from `enqueue` until `release`.
     """
 
     def __init__(self, limits: Limits, strategy: Strategy, memory: KvMemory, ram_bytes: int = 0) -> None:
@@ -150,9 +150,9 @@ class Scheduler:
         """Assign slots to waiting sequences, the most urgent first, and return the admitted sequences.
 
         Each admitted sequence reuses the longest available prefix. Sequences of equal urgency take turns by fairness
-        key. A sequence is skipped while another sequence is computing a prefix that it can reuse. A more urgent
-        sequence may preempt a running one. If admitting a sequence raises an unexpected exception, the sequence is
-        passed to `on_failure`, which releases it.
+        key. A sequence is skipped while another sequence is computing a prefix that the skipped sequence can reuse. A
+        more urgent sequence may preempt a running one. If admitting a sequence raises an unexpected exception, the
+        sequence is passed to `on_failure`, which releases it.
         """
         if self.queue.has_several_keys:
             self.shares.charge_running()
@@ -200,7 +200,7 @@ class Scheduler:
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
         """Return a slot for the sequence, or None if it must wait.
 
-        Other sequences are preempted if the sequence then fits.
+        Running sequences are preempted if that frees enough space.
         """
         while True:
             idle = self.slots.idle
@@ -214,7 +214,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Take the slot from a sequence and return the sequence to the waiting queue.
 
-        Its cells are saved to RAM if the quota allows it.
+        The sequence's cells are saved to RAM if they fit into the quota.
         """
         self.shares.charge(sequence, is_leaving=True)
         slot = self.slots.release(sequence)
@@ -249,7 +249,7 @@ class Scheduler:
     # The batch of a step
 
     def schedule(self, now: float, only: int | None = None) -> list[SlotWork]:
-        """Return the sequences and chunks of this step, in slot order. All of them use the same adapters.
+        """Return the sequences and chunks of this step, in slot order. All of these sequences use the same adapters.
 
         The result is empty if no slot is busy. If there are not enough cells, idle slots are emptied first. After that,
         running sequences are preempted one by one. If `only` is given, the step computes only that slot.
@@ -298,7 +298,10 @@ class Scheduler:
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:
-        """Record a decoded chunk without its draft tokens. If it samples a token, its sequence starts decoding."""
+        """Record a decoded chunk without its draft tokens.
+
+        If the next token is sampled after this chunk, the sequence starts decoding.
+        """
         sequence, chunk = work
         count = 1 if chunk.decode else len(chunk.tokens)
         sequence.num_computed += count

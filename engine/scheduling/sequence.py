@@ -128,7 +128,7 @@ class Sequence:
         return None if timeout_s is None else self.submitted_at + timeout_s
 
     def take_uncharged(self, *, is_leaving: bool = False) -> float:
-        """Return the sequence's cost since the last call, in generated tokens, and record it as charged.
+        """Return the sequence's cost since the last call, measured in generated tokens, and mark this cost as charged.
 
         A generated token costs 1, a prefilled token costs the `prefill_cost` of the request's share, and a reused token
         is free. The whole prefill is charged as soon as the sequence gets a slot. If `is_leaving` is true, the sequence
@@ -141,7 +141,10 @@ class Sequence:
         return cost - before
 
     def truncate(self, num_tokens: int) -> None:
-        """Record that the slot holds at most this many tokens of the sequence. The rest must be computed again."""
+        """Record that the slot holds at most this many tokens of the sequence.
+
+        The sequence's other tokens must be computed again.
+        """
         if num_tokens < self.num_computed:
             self.num_computed = num_tokens
             if self.num_pending > 1:
@@ -157,7 +160,7 @@ class Sequence:
 
     @property
     def note(self) -> StateNote:
-        """The properties of the sequence that the cache records with its state."""
+        """The properties of the sequence that the cache stores together with the sequence's state."""
         pending = self.tokens[self.num_computed :]
         return StateNote(
             next_token=pending[0] if len(pending) == 1 else None,
@@ -184,7 +187,7 @@ class Sequence:
 
     @property
     def reasoning(self) -> str | None:
-        """The model's reasoning so far, or None if it has not written any."""
+        """The model's reasoning so far, or None if the model has not written any reasoning."""
         return "".join(self.reasoning_texts) or None
 
     def completion(self, reason: FinishReason, stop_sequence: str | None, timings: RequestTimings) -> Completion:
@@ -250,7 +253,7 @@ def work_of(sequence: Sequence, count: int) -> SlotWork:
 
 
 class SlotTable:
-    """The sequence in each slot, or None for an idle slot. The scheduler and its parts share one table."""
+    """The sequence in each slot, or None for an idle slot. All components of the scheduler share one table."""
 
     def __init__(self, num_slots: int) -> None:
         self._holders: list[Sequence | None] = [None] * num_slots

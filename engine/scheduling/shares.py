@@ -1,9 +1,9 @@
 """Fair shares: the service that fairness keys have received from the slots.
 
 The job queues use the same rules (docs/fair-share.md). Keys form a tree. A node is a level of a key, such as
-`org/team`, and the leaf `{key}/` represents the requests of the key itself. Among a node's children, the one with the
-least service per weight is served next. Service is measured in computed tokens, separately for each priority. The rules
-are those of VTC (arXiv 2401.00588).
+`org/team`, and the leaf `{key}/` represents the requests with exactly this key. Among a node's children, the one with
+the least service per weight is served next. Service is measured in computed tokens, separately for each priority. The
+rules follow VTC (arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _levels_of(key: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Band:
-    """The service of all nodes at one priority."""
+    """The service that each node has received at one priority."""
 
     def __init__(self) -> None:
         self.service: defaultdict[str, float] = defaultdict(float)
@@ -40,8 +40,8 @@ class _Band:
         """Count a waiting sequence at each level of its key.
 
         A node that had no waiting sequences may have received little service in the meantime. If the sequence is new,
-        the node's service is raised to the lowest service of its siblings. As a result, an idle key can't save up
-        service for later.
+        the node's service is raised to the lowest service of its siblings. As a result, an idle key can't accumulate
+        precedence over its siblings.
         """
         for node, parent in _levels_of(key):
             if not self.num_waiting[node]:
@@ -63,7 +63,7 @@ class _Band:
             self._forget()
 
     def _forget(self) -> None:
-        """Discard the idle nodes with the least service, which would be raised anyway when the nodes return."""
+        """Discard the idle nodes with the least service. If such a node returns, its service is raised anyway."""
         idle = sorted(self.service.keys() - self.num_waiting.keys(), key=self.service.__getitem__)
         for node in idle[:-MAX_IDLE_NODES]:
             del self.service[node]
@@ -72,7 +72,7 @@ class _Band:
 
 
 class FairShares:
-    """Tracks the service of all fairness keys. The scheduler and its parts share one object."""
+    """Tracks the service of all fairness keys. All components of the scheduler share one object."""
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
@@ -100,7 +100,7 @@ class FairShares:
             service[node] += tokens / weight
 
     def charge_running(self) -> None:
-        """Charge the fairness keys of all running sequences. This is needed only before services are compared."""
+        """Charge the fairness keys of all running sequences. Charging is needed only before services are compared."""
         for sequence in self._slots.running:
             self.charge(sequence)
 

@@ -1,4 +1,4 @@
-"""The layout of slots: keep decoding sequences in neighbouring slots if this saves time.
+"""The layout of slots: keep decoding sequences in neighbouring slots if this arrangement saves time.
 
 If each slot has its own cells, llama.cpp computes slots with consecutive indices in one pass, and each hole between
 busy slots causes another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Callers pass in the
@@ -87,13 +87,14 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
     """Return moves (from, to) of these slots to idle slots, after which the slots form as few runs as possible.
 
     The candidates are these slots and the idle slots, in order. A window slides over the candidates and contains as
-    many of them as there are slots to place. A break is a place in the window where the next candidate's index is not
-    consecutive. The best window has the fewest breaks. Among windows with equally few breaks, the one with the smallest
-    total `weight` to move is best. Slots outside the window move to idle slots inside it.
+    many of them as there are slots to place. A break is a position in the window at which the next candidate's index is
+    not consecutive. The best window has the fewest breaks. Among windows with equally few breaks, the best window is
+    the one for which the moved slots have the smallest total `weight`. Slots outside the window move to idle slots
+    inside it.
 
-    For example, slots 0 and 3 are given, slots 1, 2 and 5 are idle, and slot 4 is not available. The candidates are 0,
-    1, 2, 3 and 5. Of the windows of two candidates, only (3, 5) has a break. If slot 3 has the largest weight, the best
-    of the other windows is (2, 3), and the only move is (0, 2).
+    For example, assume that slots 0 and 3 are given, slots 1, 2 and 5 are idle, and slot 4 is not available. The
+    candidates are 0, 1, 2, 3 and 5. Of the windows of two candidates, only (3, 5) has a break. If slot 3 has the
+    largest weight, the best of the other windows is (2, 3), and the only move is (0, 2).
     """
     candidates, moving, count = sorted([*slots, *idle]), set(slots), len(slots)
     breaks = [0] + [int(after != before + 1) for before, after in pairwise(candidates)]
@@ -110,7 +111,7 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
 
 
 def adjacent_slot(running: Seq[int], empty: Seq[int]) -> int | None:
-    """Return the empty slot that fits best for another sequence, preferably a hole between running slots."""
+    """Return the best empty slot for another sequence, preferably a hole between running slots."""
     return next(iter(by_nearness(empty, running)), None)
 
 
@@ -195,7 +196,10 @@ class SlotLayout:
         return sorted(works + useful, key=lambda work: work.chunk.slot), padding
 
     def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
-        """Return the best of three choices: no holes, all holes, or only the holes that are expected to save time."""
+        """Return which holes to fill: none, all, or only those that are expected to save time.
+
+        The fastest choice is returned.
+        """
         costs = self._decode_costs
         tables = costs.table(len(self._slots)), self._one_for_each_pass
         covers = [cheapest_cover(slots, can_fill, table) for table in tables]
@@ -213,13 +217,13 @@ class SlotLayout:
     def _can_pad(self, slot: int) -> bool:
         """Return whether one more token fits into the slot and can be removed again.
 
-        This applies only if each slot has its own cells.
+        Call this method only if each slot has its own cells.
         """
         memory = self._cache.memory
         return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
 
     def _padding(self, slot: int, work: SlotWork) -> Chunk:
-        """Return a padding row for the slot. Its result is not used, so it can have any token."""
+        """Return a padding row for the slot. The row can have any token, because its result is not used."""
         return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
 
     def remove_padding(self, padding: Seq[Chunk]) -> None:
@@ -228,7 +232,7 @@ class SlotLayout:
             self.restore_slot(chunk.slot)
 
     def restore_slot(self, slot: int) -> None:
-        """Remove the slot's unrecorded cells. If the state of an idle slot can't be truncated, discard it."""
+        """Remove the slot's unrecorded cells. If an idle slot can't be truncated, discard its whole state."""
         num_cells = self._cache.cells.of(slot)
         if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
             self._cache.wipe(slot)
@@ -241,7 +245,7 @@ class SlotLayout:
             self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
 
     def expected_steps(self, sequence: Sequence) -> float:
-        """Return the expected number of tokens that the sequence will still generate.
+        """Return the number of tokens that the sequence is still expected to generate.
 
         The lengths are assumed to be geometrically distributed, so the expected number doesn't depend on the tokens
         already generated.
@@ -273,12 +277,12 @@ class SlotLayout:
         return [self._kind(slot) for slot in range(len(self._slots))]
 
     def _kind(self, slot: int) -> int:
-        """Return the class of the slot's sequence, which determines its best place: 0 idle, 1 bulk, 2 interactive."""
+        """Return the class of the slot's sequence: 2 (interactive) or 1 (bulk), or 0 for an idle slot."""
         holder = self._slots[slot]
         return 0 if holder is None else 1 + holder.request.is_interactive
 
     def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield groups of busy slots that are decoded together, and the slots to which each group can move.
+        """Yield groups of busy slots that are decoded together, each with the slots to which the group can move.
 
         All sequences in a group have the same adapters. If a group contains both classes, its interactive slots also
         form a group. Few bulk rows are decoded together with interactive slots (strategies.py), so an interactive slot
@@ -330,7 +334,7 @@ class SlotLayout:
         return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))
 
     def execute(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
-        """Execute the moves one by one, as long as they take no longer than one decode call.
+        """Execute the moves one by one, until the next move would exceed the duration of one decode call.
 
         The contents of the target slot move to the sequence's previous slot. Lost cells are computed again.
         """

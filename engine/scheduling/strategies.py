@@ -3,11 +3,11 @@
 The default strategy, `Adaptive`, contains the entire policy for bulk requests that share an engine with interactive
 requests. While only bulk requests have slots, steps are as large as possible, and prefill takes precedence. While an
 interactive request has a slot, every step serves interactive requests first. Bulk requests can use as many rows as fit
-into a decode call of 35 ms. Steps that prefill bulk prompts can use a fifth of the time. A step that also decodes
-contains about 0.25 s of prefill.
+into a decode call of 35 ms. Steps that prefill bulk prompts can take up to a fifth of the time. A step that also
+decodes contains about 0.25 s of prefill.
 
-An arriving interactive request can preempt a bulk request. Its prompt is prefilled before bulk prompts that were
-admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
+An arriving interactive request can preempt a bulk request. The interactive prompt is prefilled before bulk prompts that
+were admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
 interactive prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its
 rate even if interactive requests arrive often. If rows are cheap, as on a GPU, all bulk rows are decoded in every step.
 
@@ -72,7 +72,7 @@ WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten valu
 
 
 class SlotView(NamedTuple):
-    """A strategy's view of a slot: its index, and the number of tokens to compute before it can sample.
+    """A strategy's view of a slot: its index, and the number of tokens to compute before the next token is sampled.
 
     A decoding slot has exactly one pending token. A prefilling slot may also have only one pending token.
     """
@@ -105,8 +105,7 @@ class Strategy(ABC):
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
         """Learn from a step, given the number of tokens in its batch and the duration of its decode calls.
 
-        If the step decoded drafts, `num_tokens` is 0, because the duration doesn't show how long the batch itself
-        takes.
+        If the step decoded drafts, `num_tokens` is 0, because the duration then includes the time for the drafts.
         """
 
     def may_yield(self, num_tokens: int) -> bool:
@@ -164,7 +163,7 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
 
 
 class DecodeMaximal(Strategy):
-    """Decodes every slot, and prefills at most MIN_CHUNK tokens in the same step, for the shortest gaps."""
+    """Decodes every slot in each step, and prefills at most MIN_CHUNK tokens to keep the gaps between tokens short."""
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -173,7 +172,7 @@ class DecodeMaximal(Strategy):
 
 
 class PrefillPriority(Strategy):
-    """Prefills first, and decodes with the remaining budget, for the highest throughput.
+    """Maximizes throughput: it prefills first, and decodes with the remaining budget.
 
     No decoding slot starves, because every prefill finishes eventually.
     """
@@ -191,7 +190,7 @@ class Balanced(Strategy):
     """Splits the budget evenly between prefill and decoding.
 
     While slots are decoding, prefill gets at most half of the budget. While prompts are waiting, decoding gets at least
-    half if it can use it.
+    half of the budget if it needs that much.
     """
 
     def build_batch(
@@ -295,8 +294,8 @@ class _RowLimit:
 class BulkRows:
     """Chooses the bulk rows that are decoded in the same step as interactive streams.
 
-    Usually these are the rows in slots next to the streams, because llama.cpp computes them in the same pass. One step
-    in every FAR_EVERY steps instead decodes bulk rows in other slots, which take turns.
+    Usually, rows in slots next to the streams are chosen, because llama.cpp computes these rows in the same pass. Every
+    FAR_EVERY steps, one step instead decodes bulk rows in other slots. These slots take turns.
     """
 
     def __init__(self) -> None:
@@ -392,9 +391,9 @@ class Adaptive(Strategy):
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
         """Return the prompts to prefill while interactive requests have slots.
 
-        These are the interactive prompts and, if bulk prefill is overdue, the bulk prompts that precede the last
-        interactive prompt. If no interactive prompts are waiting, the result contains all bulk prompts if bulk prefill
-        is due, and is empty otherwise.
+        The result contains the interactive prompts and, if bulk prefill is overdue, the bulk prompts that precede the
+        last interactive prompt. If no interactive prompts are waiting, the result contains all bulk prompts if bulk
+        prefill is due, and is empty otherwise.
         """
         last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=None)
         if last is None:
@@ -428,7 +427,7 @@ class Adaptive(Strategy):
         return num_tokens > self._tokens_in(BULK_STEP_S)
 
     def _tokens_in(self, seconds: float) -> int:
-        """Return the number of prompt tokens that can be prefilled in this time, as a multiple of MIN_CHUNK above 0."""
+        """Return the number of prompt tokens that can be prefilled in this time, as a multiple of MIN_CHUNK."""
         return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
 
 
@@ -443,7 +442,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def make_strategy(name: str) -> Strategy:
-    """Create the strategy with a built-in name or an import path `package.module:Class`. Raises InvalidRequest."""
+    """Create a strategy from its built-in name or its import path `package.module:Class`. Raises InvalidRequest."""
     if name in STRATEGIES:
         return STRATEGIES[name]()
     if ":" not in name:
@@ -464,7 +463,7 @@ def make_strategy(name: str) -> Strategy:
 class Guarded(Strategy):
     """Calls a strategy, and replaces it with DecodeMaximal in every step in which it fails.
 
-    As a result, a broken strategy can't stop the requests.
+    As a result, a broken strategy can't stop requests from being served.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -488,7 +487,7 @@ class Guarded(Strategy):
         self._call(lambda: self.strategy.observe(num_tokens, seconds))
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Return the strategy's answer, or False if the strategy raises an exception."""
+        """Return what the strategy's method returns, or False if the method raises an exception."""
         return bool(self._call(lambda: self.strategy.may_yield(num_tokens)))
 
     def _call(self, function: Callable[[], T]) -> T | None:
@@ -502,7 +501,7 @@ class Guarded(Strategy):
                     "batch strategy failed",
                     strategy=type(self.strategy).__name__,
                     num_failures=self.num_failures,
-                    detail="decode_maximal replaces it in every step in which it fails",
+                    detail="decode_maximal is used in every step in which the strategy fails",
                 )
         return None
 

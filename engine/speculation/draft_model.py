@@ -1,4 +1,4 @@
-"""Make drafts with a small model that has the same vocabulary and follows the sequences of the large model.
+"""Make drafts with a small model that has the large model's vocabulary and follows the large model's sequences.
 
 For each seed, position and token, the draft model uses the same random number as the large model
 (`sampling/sampler.py`). Therefore, if both models have similar probabilities, they sample the same token at any
@@ -41,7 +41,7 @@ MAX_PLANS = 64  # cached sampling plans: requests usually have few different sam
 
 @dataclass(slots=True, eq=False)
 class DraftSlot:
-    """A slot of the draft model, and the sequence that it follows."""
+    """A slot of the draft model, and the sequence that the slot follows."""
 
     index: int
     tokens: list[int] = field(default_factory=list)  # tokens in its cells
@@ -109,7 +109,7 @@ class DraftModel:
     def offer(
         self, slot: int, sequence: Sequence, rates: AcceptanceRates, max_tokens: int, expected_tokens: float
     ) -> Candidate:
-        """Follow a sequence, and return a candidate for the draft that the model could make.
+        """Start following a sequence, and return a candidate for a draft that the model could make.
 
         The sequence is expected to generate `expected_tokens` more tokens.
         """
@@ -123,11 +123,11 @@ class DraftModel:
         )
 
     def seconds(self, num_slots: int, length: int) -> float:
-        """Return the seconds needed to make drafts of `length` tokens, excluding the prefill of unread tokens."""
+        """Return the time in seconds for making drafts of `length` tokens, excluding the prefill of unread tokens."""
         return length * self._costs.expected(num_slots) if num_slots else 0.0
 
     def refuse(self, rates: list[AcceptanceRates]) -> None:
-        """Disable the model for some steps because it does not pay off for the sequences with these rates."""
+        """Disable the model for some steps, because its drafts don't pay off at these acceptance rates."""
         self._num_rest = REST_STEPS
         for each in rates:
             each.recover(NAME, ANY_BUCKET)
@@ -137,10 +137,10 @@ class DraftModel:
     def draft(
         self, sequences: Mapping[Sequence, AcceptanceRates], length: int
     ) -> tuple[dict[Sequence, DraftTokens], float]:
-        """Return drafts of at most `length` likely tokens, and the seconds spent on making them.
+        """Return drafts of at most `length` likely tokens, and the time in seconds that making the drafts took.
 
-        A sequence with many unread tokens is prefilled over several calls, and gets a draft afterwards. The seconds
-        don't include this prefill.
+        A sequence with many unread tokens is prefilled over several calls, and gets a draft afterwards. The returned
+        time doesn't include this prefill.
         """
         try:
             made = self._draft(sequences, length)
@@ -195,7 +195,8 @@ class DraftModel:
     def _read(self, sequences: list[Sequence], length: int) -> tuple[list[Sequence], float]:
         """Prefill unread tokens.
 
-        Return the sequences without remaining unread tokens, and the seconds spent if there were many unread tokens.
+        Return the sequences that have no unread tokens left. Also return the time spent in seconds, or 0 if there were
+        only a few unread tokens.
         """
         remaining = min(max(MIN_READ, len(sequences), int(READ_S / max(self._token_s, 1e-6))), self._pass_tokens)
         chunks: dict[Sequence, Chunk] = {}
@@ -256,7 +257,7 @@ class DraftModel:
     def _follow(self, sequence: Sequence) -> DraftSlot:
         """Return the slot of a sequence.
 
-        The slot holds only leading tokens of the sequence, and never its last token.
+        The slot contains only leading tokens of the sequence, and never the sequence's last token.
         """
         slot = self._slot_of.get(sequence) or self._assign(sequence)
         num_shared = _num_shared(slot.tokens, sequence.tokens)
@@ -295,7 +296,7 @@ class DraftModel:
             self._cut(slot, 0)
 
     def forget_idle(self) -> None:
-        """Empty the slots without a sequence."""
+        """Empty the slots that don't follow a sequence."""
         for slot in self._slots:
             if slot.sequence is None:
                 self._cut(slot, 0)
@@ -306,7 +307,7 @@ class DraftModel:
 
 
 def _num_shared(held: list[int], tokens: list[int]) -> int:
-    """Return the number of held tokens that match the start of a sequence, excluding the sequence's last token."""
+    """Return how many of the slot's tokens match the start of a sequence, excluding the sequence's last token."""
     limit = min(len(held), len(tokens) - 1)
     if held[:limit] == tokens[:limit]:
         return limit

@@ -37,7 +37,7 @@ class DraftedSequence:
 
 @dataclass(slots=True)
 class StepAccount:
-    """The result of a step that the gate has planned."""
+    """The result of a step whose drafts were planned by the gate."""
 
     num_tokens: int = 0  # tokens of the step; 0 if it had no drafts
     seconds: float = 0.0
@@ -57,7 +57,7 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """Create the drafting of an engine.
+        """Create the object that manages an engine's drafts.
 
         The options enable drafts, and limit the number of rows with logits in a decode call.
         """
@@ -85,7 +85,8 @@ class Drafting:
     def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
         """Separate the work of requests that only check candidates (Engine.verify), and add their candidates.
 
-        Each of these requests gets its own decode call regardless of the cost, because checking is its purpose.
+        Each of these requests gets its own decode call regardless of the cost, because checking candidates is the
+        purpose of the request.
         """
         checks = {
             work.sequence: check
@@ -112,7 +113,7 @@ class Drafting:
         return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return the number of drafts that fit into a sequence's slot and output, or 0 if the slot can't be cut."""
+        """Return how many drafts fit into a sequence's slot and output, or 0 if the slot can't be truncated."""
         memory, slot = self._cache.memory, sequence.slot
         assert slot is not None
         if memory.first_cut(slot) > sequence.num_computed:
@@ -215,7 +216,7 @@ class Drafting:
         return self.gate.fit([self._candidate(work) for work in works], max_s - seconds)
 
     def _offer_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
-        """Return a candidate for a draft of the draft model, or for the current draft if it may be better."""
+        """Return a candidate for a new draft from the draft model, or for the current draft if it may be better."""
         candidate, drafted = self._candidate(work), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
@@ -262,7 +263,7 @@ class Drafting:
             self._count(drafted.draft.source, drafted=chunk.num_drafts, drafts=1)
 
     def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
-        """Update a source's counts in a new dictionary, because other threads read the current dictionary."""
+        """Update a source's counts in a new dictionary, because other threads may be reading the current dictionary."""
         before = self.counts.get(source, SourceDrafts(0, 0, 0))
         now = SourceDrafts(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
         self.counts = {**self.counts, source: now}
@@ -295,7 +296,7 @@ class Drafting:
             drafted.draft = None
 
     def end(self, sequence: Sequence) -> None:
-        """End the drafting of a sequence that has not released its slot yet."""
+        """Stop drafting for a sequence. The sequence must still have its slot."""
         if sequence in self._drafted:
             self.end_verifying(sequence)
             pool = self._drafted.pop(sequence).pool
@@ -305,6 +306,6 @@ class Drafting:
                 self._model.end(sequence)
 
     def forget_idle(self) -> None:
-        """Release the draft model's states of finished requests. The outputs in pools are kept."""
+        """Release the states that the draft model has kept for finished requests. The outputs in pools are kept."""
         if self._model is not None:
             self._model.forget_idle()

@@ -1,9 +1,9 @@
 """Choose the number of draft tokens in each decode call to maximize the tokens per second.
 
-The benefit of drafts is calculated from their acceptance rates and the measured duration of their rows. Both the rates
-and the durations may be wrong, so an account tracks the time that drafts have saved and lost. Drafts are not used while
-the account has no credit. At most the share EXPLORING of the time is spent on trying options that have hardly been
-measured.
+The benefit of drafts is calculated from the drafts' acceptance rates and the measured duration of passes with these
+rows. Both the rates and the durations may be wrong, so an account tracks the time that drafts have saved and lost.
+Drafts are not used while the account has no credit. At most the share EXPLORING of the time is spent on trying options
+that have hardly been measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """A choice of drafts with the expected number of tokens and the expected durations."""
+    """A choice of drafts, with the expected number of tokens and the expected durations."""
 
     lengths: Mapping[int, int]  # drafts to decode by slot
     pass_rows: list[int]
@@ -78,7 +78,10 @@ class _Offer:
 
 
 class Gate:
-    """Compares the gain of drafts with the cost of their rows. See `pass_rows_of` for the passes of a decode call."""
+    """Decides whether the gain of drafts exceeds the cost of their rows.
+
+    See `pass_rows_of` for the passes of a decode call.
+    """
 
     def __init__(self, costs: DecodeCosts, max_rows: int, *, unified: bool) -> None:
         """Create a gate. `costs` are the costs of the model's passes, each of which has at most `max_rows` rows."""
@@ -133,7 +136,10 @@ class Gate:
         return self._decide(self._explore(plans, chosen))
 
     def fit(self, candidates: Seq[Candidate], max_s: float) -> Mapping[int, int]:
-        """Return the number of existing drafts to decode, keyed by slot. Only the rows of existing drafts cost time."""
+        """Return the number of existing drafts to decode, keyed by slot.
+
+        Existing drafts cost only the time for computing their rows.
+        """
         offer = _Offer(candidates, lambda _slots, _length: 0.0)
         plans = [plan for plan in self._plans(offer) if self._seconds(plan) <= max_s]
         plans = [self._plan(offer, 0, []), *plans]
@@ -147,9 +153,9 @@ class Gate:
         return plan.lengths
 
     def _hold(self, offer: _Offer) -> DraftPlan | None:
-        """Apply the last choice to this step's drafts.
+        """Apply the previous choice to this step's drafts.
 
-        Return None if no slot qualifies or more passes are needed now.
+        Return None if no slot qualifies, or if the step now needs more passes.
         """
         length, min_gain = self._choice.length, SIMILAR * self._choice.min_gain
         chosen = [slot for slot, gain in offer.gains(length).items() if gain >= min_gain]
@@ -173,7 +179,7 @@ class Gate:
         """Yield plans for each length.
 
         The first plan includes all slots that have drafts, and each further plan includes only the better half of the
-        slots.
+        previous plan's slots.
         """
         if not offer.longest:
             return

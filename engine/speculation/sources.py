@@ -51,8 +51,8 @@ class Source(Protocol):
 class ForcedText:
     """A source that proposes the text that a sequence's grammar requires.
 
-    The bytes are certain, but the tokens that represent the bytes are not. Therefore, these tokens are drafts like any
-    others.
+    The bytes are certain, but other tokens may represent the same bytes. Therefore, the proposed tokens are treated
+    like other drafts.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -65,7 +65,7 @@ class ForcedText:
 
 
 class Index:
-    """An index of the last position of each run of tokens in a growing text."""
+    """An index that maps each run of tokens to its last position in a growing text."""
 
     def __init__(self, tokens: list[int]) -> None:
         """Create an index of `tokens`, which the caller owns and extends."""
@@ -105,7 +105,10 @@ class Follower:
     """A source that proposes the tokens that followed an earlier occurrence of a sequence's last tokens."""
 
     def __init__(self, name: str, index: Index, text: list[int]) -> None:
-        """Create a follower. `text` contains the growing tokens of the sequence. `index` may index the same list."""
+        """Create a follower.
+
+        `text` contains the growing tokens of the sequence. `index` may be an index of the same list.
+        """
         self.name = name
         self._index = index
         self._text = text
@@ -115,7 +118,7 @@ class Follower:
         self._num_seen = len(text)
 
     def expect(self, at: int) -> None:
-        """Propose the indexed tokens from position `at`, because the sequence is known to follow them."""
+        """Propose the indexed tokens from position `at`. The caller knows that the sequence follows these tokens."""
         self._at, self._matched = at, RUNS[0]
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
@@ -129,7 +132,10 @@ class Follower:
         return DraftTokens(self.name, tokens, [BUCKETS[min(self._matched + i, last)] for i in range(len(tokens))])
 
     def _catch_up(self) -> None:
-        """Advance over new tokens that match the proposal. If one doesn't match, the next draft searches again."""
+        """Advance over new tokens that match the proposal.
+
+        If a token doesn't match, the next draft searches the index again.
+        """
         known = self._index.tokens
         for token in self._text[self._num_seen :]:
             if not 0 <= self._at < len(known) or known[self._at] != token:
@@ -153,7 +159,7 @@ class Pool:
         self.index = Index([])
 
     def add(self, text: Seq[int]) -> None:
-        """Add a text, or only the end of a long text.
+        """Add a text. If the text is long, only its end is added.
 
         If the index is replaced, existing followers keep the old index.
         """
@@ -167,7 +173,10 @@ class Pool:
 
 
 class Pools:
-    """The pools of all scopes that have generated text recently. Each scope only gets drafts from its own texts."""
+    """The pools of all scopes that have generated text recently.
+
+    Drafts for a scope come only from texts of the same scope.
+    """
 
     def __init__(self) -> None:
         self._pools: OrderedDict[Hashable, Pool] = OrderedDict()
@@ -230,6 +239,6 @@ class AcceptanceRates:
             self._general._count(source, bucket, is_accepted=is_accepted)
 
     def recover(self, source: str, bucket: int) -> None:
-        """Reduce the weight of observations, so that a source with a low rate is eventually retried."""
+        """Reduce the weight of observations, so a source with a low rate is eventually retried."""
         counts = self._counts[source, bucket]
         counts[0], counts[1] = counts[0] * RECOVERY, counts[1] * RECOVERY

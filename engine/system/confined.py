@@ -11,7 +11,8 @@ from pathlib import Path
 def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
     """Limit a child process's memory and CPU time, and make it the first process to be killed if memory runs out.
 
-    This works only on Linux. On other systems, only the parent limits the child's running time.
+    These limits work only on Linux. On other systems, the parent limits the child's running time, and nothing else is
+    limited.
     """
     if sys.platform != "linux":
         return

@@ -60,8 +60,8 @@ def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
 def available_beyond_others(cores: int, others: float) -> int:
     """Return the number of remaining cores, at least 1, if other programs use `others` cores.
 
-    Light use is ignored, because on a machine with few cores, giving up a core costs more than sharing it with a
-    program that runs occasionally.
+    Light use is ignored, because on a machine with few cores, leaving a core unused costs more than sharing it with a
+    program that runs only occasionally.
     """
     lost = math.ceil(others - max(LEAST_TOLERATED, TOLERATED / cores))
     return max(1, cores - max(0, lost))
@@ -91,7 +91,7 @@ def others_of(busy: float, local: float, peers: Sequence[Peer]) -> float:
 class SteadyThreads:
     """A number of threads that changes only if demand changes for some time.
 
-    It falls after one second of lower demand, and rises only after a longer period of higher demand.
+    The number falls after one second of lower demand, and rises only after a longer period of higher demand.
     """
 
     def __init__(self, current: int) -> None:
@@ -127,9 +127,9 @@ class Threaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A part that computes, and the number of threads that it would use if it had the machine to itself.
+    """An engine or embedder, and the number of threads that it would use if no other program used the machine.
 
-    `fixed` is true if the user has set this number.
+    `fixed` is true if the user has set the number of threads.
     """
 
     part: Threaded
@@ -187,7 +187,7 @@ class CoreSharing:
                 log.exception("core sharing failed", detail="core sharing is retried at the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
-        """Compare the processor times with the previous observation, and set each part's number of threads."""
+        """Compare the CPU times with the previous observation, and set each part's number of threads."""
         others = self._others(now, reading)
         claims = self._claims()
         in_use = [claim for claim in claims if claim.in_use]
@@ -209,7 +209,7 @@ class CoreSharing:
         return others_of((reading.busy_s - last[1].busy_s) / seconds, used, self._peers)
 
     def _warn_about_others(self, others: float, now: float, share: int) -> None:
-        """Log once that other programs are using cores, because this may explain why a worker is slow."""
+        """Log once that other programs are using cores, which may explain why a worker is slow."""
         cores = self._processors.cores
         if self._quiet_at is None or available_beyond_others(cores, others) == cores:
             self._quiet_at = now
@@ -226,7 +226,10 @@ class CoreSharing:
 
 
 def _threads_of(claim: Claim, claims: Sequence[Claim], in_use: Sequence[Claim], share: int) -> int:
-    """Return the part's number of threads if this part and the parts in use share the threads of this process."""
+    """Return the number of threads for the claim's part.
+
+    The part shares the process's threads with all parts in use.
+    """
     num_fixed = sum(other.threads for other in in_use if other.fixed)
     sharing = [other for other in claims if not other.fixed and (other in in_use or other is claim)]
     shares = fair_shares(max(1, share - num_fixed), [other.threads for other in sharing])

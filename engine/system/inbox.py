@@ -1,4 +1,4 @@
-"""The inbox: commands from other threads to the thread that runs them, and the number of unfinished requests."""
+"""The inbox: it passes commands from other threads to the thread that runs them, and counts unfinished requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Inbox(Generic[Command]):
             return not self._is_closed
 
     def nudge(self) -> None:
-        """Wake the owner because it has work that is not in the inbox."""
+        """Wake the owner. Call this method if the owner has work that is not in the inbox."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
@@ -98,7 +98,7 @@ class Inbox(Generic[Command]):
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until a command arrives, the owner is nudged, or the inbox is closed.
 
-        The wait ends after `timeout_s` at the latest.
+        Wait for at most `timeout_s`.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)

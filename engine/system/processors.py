@@ -1,4 +1,4 @@
-"""The CPUs available to this process, the limits of its container, and the CPU times of the machine."""
+"""The CPUs available to this process, the limits of the process's container, and the machine's CPU times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def available_cores() -> int:
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """Return the CPU seconds per second that this process's control groups allow.
+    """Return the CPU quota of this process's control groups, in seconds of CPU time per second.
 
     Return None if the control groups have no limit.
     """
@@ -115,7 +115,7 @@ def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> li
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a control group's file, or None if the file can't be read."""
+    """Return the contents of a control group's file, or None if the file can't be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

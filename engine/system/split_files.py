@@ -20,9 +20,9 @@ def part_names(name: str) -> list[str]:
 
 
 def is_first_part(name: str) -> bool:
-    """Return whether the file represents its model.
+    """Return whether the model should be loaded from this file.
 
-    This is the case for the first part of a split model, and for the only file of an unsplit model.
+    A split model is loaded from its first part, and an unsplit model from its only file.
     """
     part = _PART.search(name)
     return part is None or int(part[1]) == 1

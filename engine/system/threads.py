@@ -1,4 +1,4 @@
-"""Start threads with deep stacks, with low priority, or with a result."""
+"""Start threads with large stacks, run functions at low priority, and return results from threads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
 
 def give_way() -> None:
-    """Lower the priority of this thread permanently. This works only on Linux."""
+    """Permanently lower the priority of the calling thread. On systems other than Linux, do nothing."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # affects this thread only

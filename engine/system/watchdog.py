@@ -65,10 +65,10 @@ class Pulse:
         self._slowest: dict[str, dict[int, float]] = {}  # seconds, by kind and by the bit length of the size
 
     def beat(self, kind: str, suspects: Suspects = (), size: int = 1, first_s: float = AT_LEAST_S) -> None:
-        """Report that a step for the requests `suspects` has started and the previous step has ended.
+        """Report that the previous step has ended, and that a step for the requests `suspects` has started.
 
-        Among steps of the same `kind`, a larger `size` means a longer step. `first_s` limits the duration of the first
-        step of a kind.
+        Steps of the same `kind` take longer if their `size` is larger. `first_s` limits the duration of the first step
+        of a kind.
         """
         now = self._clock()
         self._note(now)
@@ -89,7 +89,7 @@ class Pulse:
             slowest[bits] = max(now - step.began, slowest.get(bits, 0.0) * FADING)
 
     def _expected_s(self, kind: str, size: int) -> float | None:
-        """Return the slowest duration recorded for this size, or for the next larger size.
+        """Return the longest duration recorded for this size, or for the next larger size.
 
         If no larger size has been recorded, extrapolate from the largest size.
         """
@@ -103,7 +103,7 @@ class Pulse:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a watchdog ends the process if this thread fails."""
+        """Whether a watchdog will end the process if this thread fails."""
         return self.on_death is not None
 
     def die(self, reason: str) -> None:
@@ -141,8 +141,9 @@ class Watchdog:
 
         `end` is called with the reason, and ends the process. `num_paged` returns the number of pages that the process
         has read from disk. If the watchdog's thread makes no check for `last_resort_s`, C code that doesn't need the
-        GIL ends the process. This can happen if a thread holds the GIL or the process was suspended. If `last_resort_s`
-        is lower than `LAST_RESORT_S` or twice `at_least_s`, the larger of these values is used.
+        GIL ends the process. The watchdog's thread can miss its checks if another thread holds the GIL, or if the
+        process was suspended. If `last_resort_s` is lower than `LAST_RESORT_S` or twice `at_least_s`, the larger of
+        these values is used.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -157,7 +158,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, *pulses: Pulse) -> None:
-        """Watch these pulses. If one of their threads fails or hangs, the process ends.
+        """Watch these pulses. If the thread of a pulse fails or hangs, the process ends.
 
         Any thread may call this method.
         """
@@ -202,17 +203,18 @@ class Watchdog:
             self.look(time.monotonic())
 
     def _arm_last_resort(self) -> None:
-        """Set faulthandler's timer. Its C thread ends the process after `last_resort_s` unless the timer is set again.
+        """Set faulthandler's timer.
 
-        The C thread reads the stacks without the GIL. If another thread is running at the same time, for example after
-        a suspension, reading the stacks can crash. The process then ends with SIGSEGV instead of exit code 1.
+        The timer's C thread ends the process after `last_resort_s`, unless the timer is set again before. The C thread
+        reads the stacks without the GIL. If another thread is running at the same time, for example after a suspension,
+        reading the stacks can crash. The process then ends with SIGSEGV instead of exit code 1.
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
             self._armed_at = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching. From now on, threads may end in any way."""
+        """Stop watching. After this call, threads may end in any way."""
         self._closing.set()
         with self._lock:
             for watch in self._watches:
@@ -235,7 +237,7 @@ def end_process(reason: str) -> None:
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)
     try:
-        log.critical("process exiting", detail=f"{reason}; other processes continue its jobs\n{stacks()}")
+        log.critical("process exiting", detail=f"{reason}; other processes continue this process's jobs\n{stacks()}")
         logging.shutdown()
     finally:
         os._exit(EXIT_STALLED)

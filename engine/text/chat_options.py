@@ -1,4 +1,7 @@
-"""Define a request's chat options, and derive the reply format and grammar from them and the chat template."""
+"""Define a request's chat options.
+
+Derive the format and the grammar of replies from the options and the chat template.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ class ChatOptions:
 
     @property
     def forces_call(self) -> bool:
-        """True if the reply must be a tool call."""
+        """True if the model must reply with a tool call."""
         return self.tool_choice not in ("auto", "none")
 
     @property

@@ -154,8 +154,8 @@ class ChatTemplate:
     def reply_markup(self) -> ReplyMarkup:
         """The markup of reasoning and tool calls in replies.
 
-        The markup is derived once, by rendering sample conversations within the time limit for a single rendering. If
-        rendering takes longer, the markup is unknown.
+        The markup is derived once, by rendering sample conversations. Together, these renderings must not take longer
+        than the time limit for a single conversation. Otherwise, the markup is unknown.
         """
         try:
             rendered = self._process.request({"probes": probes(for_template)})["texts"]
@@ -175,7 +175,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def repeats_tools(self) -> bool:
-        """True if the template describes the tools again after each reply. Derived once, like `reply_markup`."""
+        """True if the template describes the tools again after each reply.
+
+        The value is derived once, like `reply_markup`.
+        """
         name = "repeated_tool"
         probe = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
 
@@ -293,7 +296,7 @@ def after_reply(
 
 
 def _reply_of(word: str, calls: Sequence[Mapping[str, Any]]) -> Message:
-    """Return a reply that contains only a word, but keeps the names and ids of these calls."""
+    """Return a reply that contains only a word. If there are calls, the last call's arguments contain the word."""
     if not calls:
         return {"role": "assistant", "content": word}
     arguments = [*["{}"] * (len(calls) - 1), json.dumps({"text": word})]
@@ -305,7 +308,7 @@ def _reply_of(word: str, calls: Sequence[Mapping[str, Any]]) -> Message:
 
 
 def _after_word(text: str, word: str, ends: Collection[str]) -> str | None:
-    """Return the text between the word and the first token that ends a reply, or None if the word is missing."""
+    """Return the text between the random word and the first token that ends a reply, or None if the word is missing."""
     _, found, tail = text.partition(word)
     return tail[: min((tail.index(end) for end in ends if end in tail), default=len(tail))] if found else None
 

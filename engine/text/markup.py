@@ -1,8 +1,8 @@
 """Tokenize a prompt so that only the template's own markup becomes control tokens.
 
-A prompt has a second form, `marked`, in which FROM_CALLER replaces each of the caller's characters that could be part
-of a control token. A control token that is found in `marked` therefore comes from the template. Control tokens in the
-caller's text are not found in `marked`, so they remain text.
+A prompt has a second version, `marked`, in which FROM_CALLER replaces each of the caller's characters that could be
+part of a control token. A control token that is found in `marked` therefore comes from the template. Control tokens in
+the caller's text are not found in `marked`, so they remain text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SpecialToken:
 
 
 def from_caller(text: str) -> str:
-    """Return the marked form of a caller's text.
+    """Return the marked version of a caller's text.
 
     Whitespace is kept, because some tokens drop the whitespace around them.
     """
@@ -65,7 +65,7 @@ def tokenize_marked(
 
 
 def _tokens_of_text(text: str, markup: frozenset[str], tokenize: Callable[[str, bool], list[int]]) -> list[int]:
-    """Tokenize a text in pieces that don't contain any text from `markup`, which llama.cpp would always find."""
+    """Tokenize a text in pieces without any text from `markup`, which llama.cpp always converts to special tokens."""
     cuts = sorted({match.start() + 1 for literal in markup if len(literal) > 1 for match in _found(literal, text)})
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for piece in pieces if piece for token in tokenize(piece, False)]

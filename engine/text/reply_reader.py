@@ -83,7 +83,7 @@ class ReplyReader(ABC):
     @property
     @abstractmethod
     def num_unbound(self) -> int | None:
-        """The number of leading tokens that no grammar constrains, or None while this number is unknown."""
+        """The number of leading tokens that are not constrained by a grammar, or None while this number is unknown."""
 
     @property
     def forced_token(self) -> int | None:
@@ -213,7 +213,10 @@ class TagReader(ReplyReader):
                 return self._read_calls()
 
     def _read_start(self) -> _State:
-        """Return the state after the start of the reply. Reasoning tags later in the reply are text."""
+        """Return the state after the start of the reply.
+
+        Reasoning tags that occur later in the reply are ordinary text.
+        """
         opening, start = self._format.think_open, self._held.lstrip()
         if opening and start.startswith(opening):
             self._held, self._drops_space = start[len(opening) :], True
@@ -277,7 +280,7 @@ class ChannelReader(ReplyReader):
 
         HEAD ── <|message|> ──► BODY ── <|end|> ──► HEAD …
 
-    A reply that does not start with a message header is text.
+    A reply that does not start with a message header consists only of text.
     """
 
     def __init__(self, format_: ReplyFormat) -> None:
@@ -300,7 +303,7 @@ class ChannelReader(ReplyReader):
 
     @property
     def num_unbound(self) -> int | None:
-        """The number of unconstrained tokens before the text, or None until the text starts."""
+        """The number of tokens before the text, which no grammar constrains, or None until the text starts."""
         return self._num_unbound
 
     @property

@@ -1,15 +1,15 @@
 """Render one chat template in a separate process, which `chat_template.py` starts from this file.
 
 Templates come from models, and their variables come from jobs. Malicious templates or variables can make rendering run
-forever, fill the memory, or hold the GIL in one long call. A separate process protects other jobs from this. The
-process starts quickly because it imports only the standard library and Jinja.
+forever, fill the memory, or hold the GIL in one long call. A separate process protects other jobs from malicious
+templates and variables. The process starts quickly because it imports only the standard library and Jinja.
 
-The process reads one JSON object per line, and answers each with another JSON object. The first line contains `source`,
-`bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line contains `messages`, `variables` and
-`mark`. The answer contains either `text` and `marked` (see `CallerMasks`), or `error` and `kind`. The kind is "invalid"
-if the request is at fault, "refused" if the template raised an error, or otherwise "failed". A request with `probes`
-contains several conversations, keyed by name. The answer to this request contains `texts`, in which the value is null
-for each conversation that the template can't render.
+The process reads one JSON object per line, and answers each object with another JSON object. The first line contains
+`source`, `bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line contains `messages`,
+`variables` and `mark`. The answer contains either `text` and `marked` (see `CallerMasks`), or `error` and `kind`. The
+kind is "invalid" if the request is at fault, "refused" if the template raised an error, or otherwise "failed". A
+request with `probes` contains several conversations, keyed by name. The answer to this request contains `texts`, in
+which the value is null for each conversation that the template can't render.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MASKS = range(0x1D800, 0x1DA00)  # SignWriting: rare, and printable, because Py
 
 
 class Invalid(Exception):
-    """No template can render the request."""
+    """Raised if no template can render the request."""
 
 
 def _raise(message: str) -> NoReturn:
@@ -81,9 +81,9 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
 class CallerMasks:
     """Finds the characters of a prompt that come from the caller, regardless of how the template changed them.
 
-    The template renders the conversation a second time. In the caller's strings, each character that distinguishes
-    control tokens from words, such as `<` or `|`, is then replaced by another character, its mask. If both prompts are
-    equal except for the masks, each mask is at the position of a caller's character.
+    The template renders the conversation a second time. For the second rendering, each character in the caller's
+    strings that distinguishes control tokens from words, such as `<` or `|`, is replaced by another character, its
+    mask. If both prompts are equal except for the masks, each mask is at the position of a caller's character.
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
@@ -264,7 +264,7 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Make the system end the process after this many seconds of CPU time. 0 removes the limit.
+    """Make the operating system end the process after this many seconds of CPU time. 0 removes the limit.
 
     A Python signal handler would have to wait for a long call to return.
     """
@@ -273,7 +273,7 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Answer requests until stdin is closed."""
     setup = json.loads(sys.stdin.readline())
     renderers: list[Renderer] = []
 

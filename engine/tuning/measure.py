@@ -1,8 +1,9 @@
-"""Measure setups of a model. The weights are loaded once, and each setup gets a context and the same requests.
+"""Measure setups of a model.
 
-Unlike real requests, requests of the same length all end at the same time. A setup that handles them well may be slow
-when slots become free one by one. Therefore, half of the requests have lognormal lengths. A third of this half starts
-with one of a few shared prefixes, like requests with the same instructions.
+The weights are loaded once. Each setup is measured with its own context and the same requests. Unlike real requests,
+requests of equal length all end at the same time. A setup that handles such requests well may be slow when slots become
+free one by one. Therefore, half of the requests have lognormal lengths. A third of this half starts with one of a few
+shared prefixes, like requests with the same instructions.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SPREAD = 0.6  # sigma of the lognormal lengths: an eighth are below half the med
 class RequestLengths:
     """The lengths of half of the requests.
 
-    The other half of the requests has about the same mean lengths, and no request is more than twice as long.
+    The other half has about the same mean lengths, and no request is more than twice as long.
     """
 
     prompt_tokens: int = 64
@@ -51,7 +52,7 @@ class RequestLengths:
 
     @property
     def max_tokens(self) -> int:
-        """The context size in tokens that the longest request needs."""
+        """The context size that the longest request needs, in tokens."""
         return 2 * (self.prompt_tokens + self.new_tokens)
 
 
@@ -98,7 +99,7 @@ BULK_PRIORITY = 9
 
 
 class MeasuredRound(NamedTuple):
-    """The result of one run of all requests."""
+    """The result of running all requests once."""
 
     seconds: float
     num_tokens: int  # prompt tokens, computed or cached, and generated tokens
@@ -247,7 +248,7 @@ class TuningRig:
         )
 
     def fit_lengths(self, threads: int, slots: int) -> None:
-        """Shorten all requests if the first measurement would take too long.
+        """Shorten all requests if the first measurement would otherwise take too long.
 
         The duration is estimated from one short request.
         """

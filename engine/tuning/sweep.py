@@ -1,4 +1,4 @@
-"""Sweep over setups: choose which setups to measure, the order of measurements, and the final setup.
+"""Sweep over setups: choose which setups to measure, in which order, and which setup to use.
 
 The measuring function and the clock are passed in, so tests don't need a model.
 """
@@ -67,7 +67,7 @@ def thread_counts(max_threads: int) -> list[int]:
 def choose(rows: Iterable[Measurement]) -> Measurement | None:
     """Return the fastest setup.
 
-    If several are within 2% of its rate, prefer fewer slots, fewer threads, then defaults.
+    Among setups within 2% of its rate, prefer fewer slots, then fewer threads, then defaults.
     """
     rows = list(rows)
     best = max((row.tokens_per_s for row in rows), default=0.0)
@@ -147,7 +147,7 @@ class Sweep:
         return self.rows[-1].tokens_per_s
 
     def _has_time(self, setup: Setup) -> bool:
-        """Estimate whether a measurement would end in time, based on the shortest one and the number of slots."""
+        """Estimate whether a measurement would end in time, based on the shortest measurement and the slot count."""
         slots = setup.n_parallel or 1
         expected = [row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows]
         if self.clock() + min(expected, default=0.0) <= self.deadline:

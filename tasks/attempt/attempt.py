@@ -201,7 +201,7 @@ class JobAttempt:
             return result
 
     def _note_token(self, leave_quarantine: Callable[[], None]) -> None:
-        """Leave the quarantine, because a token of this attempt is in Redis. The publisher thread calls this."""
+        """End the job's quarantine, because a token of this attempt is in Redis. The publisher thread calls this."""
         leave_quarantine()
         if not self._context.has_token:
             self._context.has_token = True
@@ -274,7 +274,7 @@ class JobAttempt:
             raise Ignore()
 
     def _hand_back(self) -> None:
-        """Write all tokens to the journal, and raise Reject to requeue the message."""
+        """Write all tokens to the journal, and raise Reject, which requeues the message."""
         self._stream.hand_back()
         self._stream.ended.result()
         try:
@@ -283,15 +283,15 @@ class JobAttempt:
             log.warning(
                 "job not handed back",
                 job_id=self.job_id,
-                detail=f"{error}; the job is recovered when its lease expires",
+                detail=f"{error}; a reaper will requeue the job when its lease expires",
             )
         raise Reject(STOP_MESSAGE, requeue=True)
 
     def _end_unknown(self) -> JobFailed:
         """End a job that is not in the ledger although its message has cellama's header.
 
-        The message may be a copy that belongs to an expired job, or may have been sent by plain Celery. Raises Ignore
-        if Celery already has the job's end.
+        The message may be a copy of an expired job's message, or plain Celery may have sent it. Raises Ignore if Celery
+        already has the job's end.
         """
         if self._retry_redis(self._task.AsyncResult(self.job_id).ready):
             raise Ignore()
@@ -320,7 +320,7 @@ class JobAttempt:
         self._control.when_interrupted(interrupted)
 
     def _retry_redis(self, action: Callable[[], T]) -> T:
-        """Run an action, and retry it while Redis does not answer or temporarily refuses commands.
+        """Run an action, and retry the action while Redis does not answer or temporarily refuses commands.
 
         Raises JobFailed if Redis refuses the command permanently, Reject if the worker stops in the meantime, and
         Ignore or SoftTimeLimitExceeded at a time limit.
@@ -342,7 +342,10 @@ class JobAttempt:
     # The model and adapters of the first attempt, which later attempts must also have
 
     def _model(self, model_id: str) -> Model:
-        """Hold the job's model until the attempt ends. Raises UnknownModel, or Ignore if the model is unloading."""
+        """Return the job's model, which stays loaded until the attempt ends.
+
+        Raises UnknownModel, or Ignore if the model is unloading.
+        """
         first = self._past.provenance
         if first is not None and model_id == names.DEFAULT_MODEL:  # the default model may have changed
             models = self._runtime.manager.models()
@@ -360,7 +363,7 @@ class JobAttempt:
         return Ignore()
 
     def _sampling_defaults(self, model: Model) -> Mapping[str, object]:
-        """Return the sampling defaults that the model had during the first attempt."""
+        """Return the model's sampling defaults at the time of the first attempt."""
         return model.options.sampling_defaults if self._past.provenance is None else self._past.provenance.sampling
 
     def _provenance(
@@ -395,7 +398,10 @@ class JobAttempt:
         raise self._hand_over()
 
     def _others_have_adapters(self, model_id: str, adapters: Iterable[str]) -> bool:
-        """Return whether another worker has these adapters. If so, wait before returning (docs/adr/012-pools.md)."""
+        """Return whether another worker has these adapters.
+
+        If one has them, wait before returning (docs/adr/012-pools.md).
+        """
         name = self._runtime.incarnation.split()[0]
         workers = self._retry_redis(lambda: live_workers(self._runtime.redis))
         found = have_adapters([worker for worker in workers if worker.name != name], model_id, adapters)
@@ -560,7 +566,7 @@ class JobAttempt:
 
 
 def _piece(data: bytes) -> Piece:
-    """Return the text of a token, or its bytes if they are not valid UTF-8."""
+    """Return the text of a token, or a list of its bytes if the bytes are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,7 @@
-"""Compute a slice of a bulk run, which is a single job. Each line is a request to the engine or the embedder."""
+"""Compute a slice of a bulk run.
+
+The slice is a single job, and each line is a request to the engine or the embedder.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ class ChunkRun:
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Compute the lines. Returns when the end of every line is in Redis, or after `stop` was called."""
+        """Compute the lines. Return when the end of every line is in Redis, or when `stop` has been called."""
         self._context.requests_from = self._started_at  # all lines count as submitted now
         self._stream.on_line = self._finish_line
         self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
@@ -117,7 +120,7 @@ class ChunkRun:
                 self._changed.notify_all()
 
     def _try(self, index: int, step: Callable[[], None]) -> None:
-        """Run one step of a line. An error ends only this line."""
+        """Call `step`, which handles a part of a line. If `step` raises an error, only this line ends."""
         try:
             step()
         except EmbeddingCancelled:
@@ -166,7 +169,7 @@ class ChunkRun:
             handle.cancel()
 
     def _seed_of(self, index: int) -> int:
-        """Return the seed of a line. It is the same in every attempt, so that the line can resume."""
+        """Return the seed of a line, which is the same in every attempt, so that the line can resume."""
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {index}".encode()) & 0x7FFFFFFF
 
     def _finish_texts(self, index: int, job: EmbedJob | RerankJob, handle: EmbeddingHandle) -> None:

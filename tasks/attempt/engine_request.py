@@ -41,7 +41,7 @@ SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class RequestExtras:
-    """The fields of a request that are not parameters of the job."""
+    """The fields of an engine request that don't come from the job's parameters."""
 
     id: str
     submitted_at: float  # monotonic time in seconds
@@ -57,7 +57,7 @@ class RequestExtras:
 
 
 def share_of(attempt: Attempt) -> Share:
-    """Return the share of the slots that an attempt's requests count towards."""
+    """Return the share of the slots to which an attempt's requests belong."""
     return Share(attempt.fairness_key, attempt.fairness_weights, get_settings().prefill_cost)
 
 
@@ -78,7 +78,10 @@ def prefill_of(model: Model, job: PrefillJob, extras: RequestExtras) -> Request:
 
 
 def prefill_tokens(model: Model, job: PrefillJob) -> Sequence[int]:
-    """Return the tokens to prefill. A conversation's tokens end before the reply, so all replies share them."""
+    """Return the tokens to prefill.
+
+    The tokens of a conversation end before the reply, so all replies share these tokens.
+    """
     if job.prompt is not None:
         model.require("generate")
         return _tokens_of(model, job.prompt, job.parent_key)
@@ -95,7 +98,7 @@ def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) ->
 
 
 def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens of a prediction, without special tokens because the prediction follows a prompt."""
+    """Return a prediction's tokens, without special tokens at the start, because the prediction follows a prompt."""
     if isinstance(prediction, str):
         prediction = model.tokenize(prediction, add_special=False)
     return tuple(prediction or ())
@@ -194,12 +197,12 @@ def _check_signatures(
 
 
 def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
-    """Return a context's tokens, which are read from this worker, its directory of KV states, or Redis.
+    """Return a context's tokens, read from this worker's memory, its directory of KV states, or Redis.
 
-    A context is used only if its tokens have the given key for the job's scope and adapters. Otherwise the key counts
-    as unknown, so no error reveals whether the key exists in another scope. The context is stored in Redis for as long
-    as the job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter or
-    RedisError.
+    A context is used only if its tokens have the given key for the job's scope and adapters. Otherwise, the key is
+    treated as unknown, so that no error reveals whether the key exists in another scope. The context is stored in Redis
+    for as long as the job's journal, so that later attempts continue the same tokens. Raises UnknownKey, UnknownAdapter
+    or RedisError.
     """
     redis, settings = runtime.redis, runtime.settings
     ttl_s = max(settings.result_ttl_s, settings.journal_ttl_s)

@@ -1,4 +1,7 @@
-"""Report through Celery's remote control how much of a prompt is in this worker's cache. Only workers import this."""
+"""Add a remote control command that reports how much of a prompt is in this worker's cache.
+
+Only workers import this.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MAX_TEMPLATE_FAILURES = 2  # replies to try, because a template that fails after
 
 
 class RetryRedis(Protocol):
-    """Calls a function until Redis answers, and returns its result."""
+    """Calls a function repeatedly until Redis answers, and returns the function's result."""
 
     def __call__(self, action: Callable[[], T], /) -> T: ...
 
@@ -63,7 +63,7 @@ class ChatReplay:
         self._conversation: Conversation | None = None
 
     def request(self, extras: RequestExtras, retry_redis: RetryRedis) -> Request:
-        """Return the chat's request, and set `fields`. Raises the errors of `request_of`."""
+        """Return the engine request for the chat, and set `fields`. Raises the errors of `request_of`."""
         redis, settings, key = self._runtime.redis, self._runtime.settings, self._job.parent_key
         if key is not None:
             parent = retry_redis(lambda: parent_turn(redis, key))

@@ -27,7 +27,7 @@ Wait = Callable[[EmbeddingHandle, float | None], None]
 
 
 def embed(model: Model, job: EmbedJob, wait: Wait) -> EmbedResult:
-    """Embed a job's texts. `wait` returns once the vectors are computed. Raises EngineError or JobFailed."""
+    """Embed a job's texts. `wait` must block until the vectors are computed. Raises EngineError or JobFailed."""
     handle = submit_texts(model, job)
     wait(handle, job.timeout)
     return vectors_of(model, job, handle)
@@ -131,7 +131,7 @@ def _row(row: NDArray[np.float32]) -> bytes:
 
 
 def _unit_row(row: NDArray[np.float32]) -> bytes:
-    """Write numbers into a matrix of characters, one digit position at a time.
+    """Format numbers by filling a matrix of characters, one digit position at a time.
 
     The `json` module takes 6 times as long.
     """

@@ -8,8 +8,8 @@ Urgent jobs start before bulk jobs. The consumer has two channels on two connect
 jobs. If bulk jobs use up the capacity of a model, the worker still receives urgent jobs for it, and the engine preempts
 bulk requests for them (docs/delivery.md).
 
-A worker reads only the queues of models that have capacity, and takes several messages at once (`QueueReader`). Kombu's
-own channels treat all queues alike, and take only one message at a time.
+A worker reads only the queues of models that have capacity, and takes several messages at a time (`QueueReader`).
+Kombu's own channels treat all queues alike, and take only one message at a time.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class JobLimits:
     def capacity(self, queues: Iterable[str], *held: HeldJobs) -> dict[str, int]:
         """Return how many more jobs each queue may deliver, given the jobs that are already `held`.
 
-        A chunk of a bulk run weighs as much as its lines, but at most half of the model's limit. So a worker can hold
-        two chunks for a model, and the second chunk gets the slots that the first chunk no longer needs.
+        A chunk of a bulk run counts as one job per line, but never as more than half of the model's limit. So a worker
+        can hold two chunks for a model, and the second chunk gets the slots that the first chunk no longer needs.
         """
         return self._remaining(queues, held, self._limit)
 
@@ -133,7 +133,7 @@ class JobLimits:
         return max(1, self._max_in_progress.get(model, 0) + self._look_ahead)
 
     def by_model(self, queues: Iterable[str]) -> list[list[str]]:
-        """Return the queues grouped by model. The models keep their order."""
+        """Return the queues grouped by model, in the order in which the models first appear."""
         groups: dict[str, list[str]] = {}
         for queue in queues:
             groups.setdefault(self.model_of(queue), []).append(queue)
@@ -141,7 +141,7 @@ class JobLimits:
 
 
 class QueueReader:
-    """Reads the queues of one channel: only messages with its priorities, and only for models that have capacity.
+    """Reads messages from one channel's queues: only the channel's priorities, and only models that have capacity.
 
     BRPOP returns a message from the first list that is not empty. Kombu moves the queue of the last message to the end
     of its cycle, so models take turns. Within a model, more urgent lists come first.
@@ -167,7 +167,7 @@ class QueueReader:
 
         Messages that the readers in `before` hold also count against the capacity of this reader, except for the
         guaranteed part of its own capacity (`JobLimits.guaranteed`). `cache` describes the worker's prefix cache, or
-        returns None if its jobs are taken in order.
+        returns None if the worker takes jobs in order.
         """
         self.channel = channel
         self._ledger = ledger
@@ -204,7 +204,7 @@ class QueueReader:
         return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
 
     def keep_messages(self) -> None:
-        """Keep the messages when the channel of a lost connection is closed, so the next channel can adopt them."""
+        """Keep the messages when a lost connection's channel is closed, so the next channel can adopt the messages."""
         self._qos.restore_at_shutdown = False
 
     # Requests
@@ -214,7 +214,7 @@ class QueueReader:
         return [queue for queue, free in capacity.items() if free and not self._is_left(queue)]
 
     def _is_left(self, queue: str) -> bool:
-        """Return whether this worker leaves a queue's jobs to other workers, which hold their prefixes."""
+        """Return whether this worker leaves a queue's jobs to other workers that hold the prefixes of these jobs."""
         return bool(self._left_until) and self._left_until.get(self._model_of(queue), 0.0) > time.monotonic()
 
     def _leave(self, queue: str, seconds: float) -> None:
@@ -226,7 +226,7 @@ class QueueReader:
         return self._job_limits().model_of(queue)
 
     def _keys(self, queues: Sequence[str]) -> list[str]:
-        """Return the keys of these queues' lists, starting with the preferred list."""
+        """Return the keys of these queues' Redis lists, in the order in which the lists are read."""
         groups = self._job_limits().by_model(queues)
         return [queue_key(queue, priority) for group in groups for priority in self._priorities for queue in group]
 
@@ -276,7 +276,8 @@ class QueueReader:
         """Deliver the message in a reply to BRPOP, and the messages that are taken together with it.
 
         Data that is not a message is dropped, because it would otherwise crash each worker that reads it. If a message
-        can't be delivered, its lease expires, and the reaper queues it again. Raises queue.Empty and RedisError.
+        can't be delivered, its lease expires, and the reaper queues the message again. Raises queue.Empty and
+        RedisError.
         """
         key, payload = read_brpop(self.channel)
         page: list[Fetched] = []
@@ -302,8 +303,8 @@ class QueueReader:
 
         Redis has already removed the ticket from the list `key`. The script is retried while Redis is unreachable or
         temporarily refuses it, for example because Redis is full. In the meantime, the event loop waits. Raises
-        RedisError if Redis refuses the script permanently, or if the worker stops. In these cases, the reaper pushes
-        another ticket later.
+        RedisError if Redis refuses the script permanently, or if the worker stops. In both cases, the reaper replaces
+        the lost ticket later.
         """
         token, is_repeated = new_run(), False
         limits = self._page_limits(self._queue_of(key))
@@ -325,7 +326,7 @@ class QueueReader:
                 time.sleep(TAKE_RETRY_S)
 
     def _page_limits(self, queue: str) -> PageLimits:
-        """Return how many messages can be taken from each list in one page, together with a message from this queue."""
+        """Return how many messages one page may take from each list, in addition to the message from this queue."""
         job_limits = self._job_limits()
         capacity = self.capacity(self.channel.active_queues)
         for other in capacity:
@@ -361,7 +362,7 @@ def _dropping_malformed_messages() -> Iterator[None]:
 
 
 def keep_client(channel: Any) -> None:
-    """Let a channel use one client for all commands.
+    """Make a channel use a single client for all commands.
 
     Kombu creates a client for each command, which takes longer than the command itself.
     """
@@ -458,13 +459,13 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
             self.bulk_consumer.cancel_by_queue(queue)
 
     def request_again(self) -> None:
-        """Request jobs for models that have gained capacity. The event loop calls this in each turn."""
+        """Request jobs for models that have gained capacity. The event loop calls this method in each turn."""
         if self.channels:
             for reader in self.readers:
                 reader.request_again()
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        """End a job whose task is unknown to cellama, and fail its stream and its canvas."""
+        """End a job with an unknown task: its stream ends with an error, and its canvas fails."""
         if "task" not in message.headers:  # Celery's first protocol
             super().on_unknown_task(body, message, exc)
             return
@@ -483,7 +484,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
         signals.task_unknown.send(sender=self, message=message, exc=exc, name=task, id=job_id)
 
     def _flush_events(self) -> None:
-        """Send the events of the last EVENT_FLUSH_S seconds together."""
+        """Send the events of the last EVENT_FLUSH_S seconds in one message."""
         now = time.monotonic()
         if now >= self._next_flush_at:  # compares times because a reconnect clears the timers
             self._next_flush_at = now + EVENT_FLUSH_S
@@ -543,7 +544,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
                 message.channel.qos.append(message, message.delivery_tag)
 
     def register_with_event_loop(self, consumer: ReconnectingConsumer, hub: Any) -> None:
-        """Start reading both channels, which handle messages in the same way."""
+        """Start reading both channels with the same message handlers."""
         take = consumer.task_consumer.on_message
 
         def take_now(message: Any) -> None:

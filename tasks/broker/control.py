@@ -1,8 +1,8 @@
 """Celery's remote control with persistent revokes and purges.
 
-Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here, the process that calls
-`revoke` records the revoke in the ledger, and so does a worker that receives a revoke from any app. Commands and
-replies are sent with a few retries, whereas Celery retries until Redis is available again.
+Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here, both the process that calls
+`revoke` and each worker that receives a revoke from any app record the revoke in the ledger. Commands and replies are
+sent with a few retries, whereas Celery retries until Redis is available again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def purge_queue(app: Celery, queue: str) -> int:
 
 
 def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
-    """End the job of a message that was removed from its queue. Return whether there was a job to end."""
+    """End the job whose message was removed from its queue. Return whether this call ended the job."""
     try:
         job_id = str(json.loads(message)["headers"]["id"])
     except (KeyError, TypeError, ValueError):
@@ -128,7 +128,7 @@ def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
 
 
 def purging_with(purge: Callable[[str], int], connection: Connection) -> Connection:
-    """Make a connection's channels purge model queues with `purge`, for `celery purge`, and return the connection."""
+    """Make a connection's channels use `purge` for model queues when `celery purge` runs, and return the connection."""
     transport = connection.transport
 
     class Channel(transport.Channel):  # type: ignore[misc,name-defined]

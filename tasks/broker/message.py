@@ -1,9 +1,9 @@
 """Record in the ledger which messages a worker holds, and create Celery's request for each message.
 
 Kombu records taken messages in its own hashes with times from the workers' clocks, and returns messages after a fixed
-time. Here, each message belongs to a job, and the ledger records it under the job's id with times from Redis' clock. A
-worker that takes a message gets a token. Only the worker that has this token can start the job, renew the lease, or
-return the message.
+time. Here, each message belongs to a job, and the ledger records the message under the job's id with times from Redis'
+clock. A worker that takes a message gets a token. Only the worker that has this token can start the job, renew the
+lease, or return the message.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return self._can_take()
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Hold a message that this worker has taken, on this channel or on an earlier channel."""
+        """Record that this channel holds a message, which the worker took on this channel or on an earlier channel."""
         self._num_appended += 1
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
         """Return the weights of the messages that this channel holds, except for jobs that are waiting for their ETA.
 
-        The event loop calls this several times per turn, so the result is cached until something changes.
+        The event loop calls this method several times per turn, so the result is cached until messages are added or
+        settled.
         """
         changes = (self._num_appended, len(self._dirty), len(state.scheduled_requests))
         if self._held[0] != changes:
@@ -89,7 +90,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._settle(delivery_tag, self._ledger.requeue if requeue else self._ledger.release)
 
     def _settle(self, delivery_tag: str, settle: Callable[[Taken], None]) -> None:
-        """Settle a message in the ledger.
+        """Release or requeue a message in the ledger.
 
         If Redis is unreachable, the lease expires, and another worker settles the message.
         """
@@ -102,7 +103,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
-        """Hand a message with a later ETA back to Redis until SOON_S before its ETA. Return whether Redis accepted it.
+        """Return a message to Redis until SOON_S seconds before its ETA. Return whether Redis accepted the message.
 
         If Redis does not accept the message, this worker keeps it.
         """
@@ -119,12 +120,12 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         return True
 
     def forget(self, message: Any) -> None:
-        """Forget a message that another worker holds, so its capacity becomes free again. Thread-safe."""
+        """Forget a message that another worker holds, which frees the capacity that the message used. Thread-safe."""
         if self._delivered.get(message.delivery_tag) is message:
             self._quick_ack(message.delivery_tag)
 
     def restore_unacked(self, client: Any = None) -> None:
-        """When the worker stops, return the messages that it still holds to their queues."""
+        """Return the messages that this channel still holds to their queues, because the worker is stopping."""
         for delivery_tag in list(self._delivered):
             self.reject(delivery_tag, requeue=True)
         self._delivered.clear()
@@ -145,7 +146,8 @@ def _weight_of(message: Any) -> int:
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
     """Convert `eta` and `expires` from the producer's clock to the clock of this machine, which Celery uses.
 
-    The message was sent `waited_s` seconds ago. A header contains the time when it was sent, by the producer's clock.
+    The message was sent `waited_s` seconds ago. A header contains the time at which the message was sent, by the
+    producer's clock.
     """
     try:
         shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])
@@ -159,7 +161,7 @@ def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
 
 
 def _unix_s(iso: Any) -> float | None:
-    """Return a time in Unix seconds, or None if the value is missing or Celery will refuse it."""
+    """Convert a time into Unix seconds, or return None if the value is missing or Celery will refuse the value."""
     try:
         return float(maybe_make_aware(maybe_iso8601(iso)).timestamp()) if iso else None
     except (TypeError, ValueError, OverflowError):
@@ -167,7 +169,7 @@ def _unix_s(iso: Any) -> float | None:
 
 
 def taken_of(message: Any) -> Taken | None:
-    """Return the record of how this worker took a message, or None if plain Celery sent the message."""
+    """Return the `Taken` record of a message, or None if plain Celery sent the message."""
     token = message.headers.get(TOKEN_HEADER)
     return None if token is None else Taken(str(message.headers["id"]), token)
 
@@ -235,9 +237,9 @@ def _adopted_payload(message: Any, priority: int, now: float) -> str:
 class JobRequest(Request):  # type: ignore[misc]
     """Celery's request for a job's message. It acknowledges or rejects the message exactly once.
 
-    Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job can end in its own
-    thread while the main thread revokes it. A second acknowledgement would raise an exception in Celery's event loop
-    and crash the worker.
+    Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here, a job can end in its own
+    thread while the main thread revokes the job. A second acknowledgement would raise an exception in Celery's event
+    loop and crash the worker.
 
     If the attempt is superseded, this worker no longer holds the message, so the request only forgets it.
     """
@@ -248,7 +250,7 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def maybe_expire(self) -> bool | None:
-        """Return whether the job has expired. A job that has already started never expires, but is resumed."""
+        """Return whether the job has expired. A job that has already started is resumed, so it never expires."""
         expires: datetime | None = self.expires  # type: ignore[has-type]
         if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_started():
             self.expires = None
@@ -286,7 +288,7 @@ class JobRequest(Request):  # type: ignore[misc]
             control.interrupt(Interruption.SUPERSEDED)
 
     def _forget_message(self) -> None:
-        """Forget the message without settling it, so its capacity in this worker becomes free again."""
+        """Forget the message without settling it, which frees the capacity that the message used in this worker."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:

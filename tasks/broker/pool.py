@@ -1,6 +1,6 @@
-"""A pool of threads for Celery, which supports cancellation and time limits, and acknowledges messages while it drains.
+"""A thread pool for Celery that supports cancellation and time limits, and acknowledges messages while it drains.
 
-Each running job has a JobControl. Celery's main thread or a timer uses it to interrupt the job's thread.
+Each running job has a JobControl. Celery's main thread or a timer uses the JobControl to interrupt the job's thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interruption(IntEnum):
 
 
 class JobControl:
-    """Interrupts one job from another thread. Celery's Request calls `terminate`."""
+    """Lets other threads interrupt one job. Celery's Request calls `terminate`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -71,10 +71,10 @@ class JobControl:
         self.interrupt(Interruption.CANCELLED)
 
     def claim_outcome(self, outcome: str) -> bool:
-        """Claim an outcome for the job, and return whether the job ends with this outcome, which was claimed first.
+        """Claim an outcome for the job, and return whether the job ends with this outcome.
 
-        A revoke can arrive while a failing job is ending. Without this claim, Celery could store REVOKED while the
-        stream ends with the error.
+        The outcome that is claimed first wins. A revoke can arrive while a failing job is ending. Without this claim,
+        Celery could store REVOKED while the stream ends with the error.
         """
         with self._lock:
             self._outcome = self._outcome or outcome
@@ -91,7 +91,7 @@ _current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", defa
 
 
 def current_job() -> JobControl:
-    """Return the control of the job that is running in this thread, or a new control outside a pool."""
+    """Return the control of the job that is running in this thread, or a new control if the thread runs no job."""
     return _current.get() or JobControl(0)
 
 
@@ -171,9 +171,9 @@ class TaskPool(BasePool):  # type: ignore[misc]
         return timers
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
-        """Cancel a job by its number.
+        """Cancel the job with this number.
 
-        This must not raise, because Celery would then mark the job as revoked and acknowledge its message.
+        This method must not raise, because Celery would then mark the job as revoked and acknowledge its message.
         """
         job = self._jobs.get(pid)
         if job is not None:

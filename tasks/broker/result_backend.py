@@ -8,7 +8,8 @@ Which process stores the end depends on how the job ends:
 
 - It fails, or exceeds a time limit. Celery stores the end after the task has raised an exception.
 
-- It is cancelled while it is running. Celery stores the end, and so does the attempt if Celery's main thread could not.
+- It is cancelled while it is running. Celery stores the end. If Celery's main thread could not store the end, the
+  attempt stores it.
 
 - It ends while no worker is running it. The process that ended it, or the reaper, stores the end
 (`end_without_worker`).
@@ -82,7 +83,7 @@ def started_state(task: Task) -> CeleryState | None:
 
 @dataclass(slots=True)
 class CeleryEnd:
-    """The data that the script `write` needs to also end a job for Celery.
+    """The data that the script `write` needs in order to store a job's end for Celery as well.
 
     `stored` converts a result into the state that Celery stores, or returns None if the job was interrupted in the
     meantime. `token` is the token of the message, which the script releases.
@@ -94,7 +95,7 @@ class CeleryEnd:
 
 
 def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
-    """Return the end to write with the last event, or None if further steps of a canvas follow the job.
+    """Return the end to store with the last event, or None if further steps of a canvas follow the job.
 
     Celery sends the next steps of a canvas before it stores the result, and this order must be kept.
     """
@@ -112,7 +113,7 @@ def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
 
 
 def skip_storing(task: Task, end: CeleryEnd | None, control: JobControl) -> None:
-    """Let Celery skip the steps that the script already took: storing the result and acknowledging the message."""
+    """Make Celery skip the steps that the script already took: storing the result and acknowledging the message."""
     if end is not None and end.result is not None:
         control.is_settled = True  # JobRequest then only forgets the message
         setattr(task.request, IS_STORED, True)
@@ -127,15 +128,15 @@ def is_stored_already(request: Any, state: str) -> bool:
 
 
 class ChordClaimed(RuntimeError):
-    """A worker that may have died has claimed the body of this chord. Settle the job once the claim has expired."""
+    """A worker that may have died has claimed this chord's body. The job can be settled once the claim has expired."""
 
 
 def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
     """Store the end of a job that no worker completed, and send the next steps of its canvas.
 
     A worker may have completed some of these steps before it died. Celery sends the next steps before it stores a
-    success, so a stored success means that they have been sent. Everything else is repeated, except for the body of a
-    chord that has run. Raises ChordClaimed.
+    success, so a stored success means that these steps have been sent. Everything else is repeated, except for the body
+    of a chord that has run. Raises ChordClaimed.
     """
     found: Any = app.backend.client.hmget(job_key(job_id), "message", "stored")
     request, is_stored, event = request_of(found[0]), found[1] == states.SUCCESS.encode(), ending.event
@@ -244,7 +245,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     def on_chord_part_return(self, request: Any, state: str, result: Any, *args: Any, **options: Any) -> Any:
         """Count a part of a chord as Celery does, but retry while Redis is unreachable. No part is counted twice.
 
-        With Celery before 5.7, a producer does not retry when it counts a part that it ended itself.
+        With Celery before 5.7, this method counts the part without retries.
         """
         count = super().on_chord_part_return
         if not HAS_PUBLISH_RETRY:
@@ -252,12 +253,15 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return self._ensure_retryable(count, request, state, result, *args, **options)
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
-        """Return the value that a script stores for Celery as this state of a task. Raises the errors of `encode`."""
+        """Return this state of a task, encoded as the value that a script stores for Celery.
+
+        Raises the errors of `encode`.
+        """
         value = self._value(task_id, result, state, None, request)
         return CeleryState(value if isinstance(value, bytes) else value.encode(), self.expires)
 
     def value_around_id(self, error: Exception, state: str) -> tuple[bytes, bytes]:
-        """Return what Celery stores for a task with this error, as the parts before and after the id of the task."""
+        """Return the value that Celery stores for a failed task, split into the parts before and after the task id."""
         stored = self.stored(ID_PLACEHOLDER, self.encode_result(error, state), state, None)
         before, _, after = stored.value.partition(ID_PLACEHOLDER.encode())
         return before, after
@@ -274,7 +278,10 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
             return self.encode(meta)  # type: ignore[no-any-return]
 
     def _chord_publish_claim_expires(self, initial_expires: int, callback: Any) -> int:
-        """Return the lifetime of a claim in seconds. Celery's own value would cover thousands of retries here."""
+        """Return the lifetime of a chord claim in seconds.
+
+        Celery's own default would allow for thousands of retries.
+        """
         return max(initial_expires, CHORD_CLAIM_S)
 
     def is_chord_claimed(self, request: Any) -> bool:
@@ -305,7 +312,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return super()._wait_for_pending(result, on_interval=check, **options)
 
     def unserved_wait(self) -> UnservedWait:
-        """Return the check for unserved jobs, for a caller that is starting to wait."""
+        """Return an `UnservedWait` for a caller that is starting to wait for results."""
         settings, redis, store = get_settings(), self.client, partial(end_without_worker, self.app)
         jobs = UnservedJobs(
             redis,
@@ -320,7 +327,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     def remove_pending_result(self, result: Any) -> Any:
         """Unsubscribe from a result when it is garbage collected, as Celery does.
 
-        While Redis is unreachable, or the interpreter exits, there is no subscription to end.
+        While Redis is unreachable or the interpreter exits, there is no subscription to cancel.
         """
         if not sys.is_finalizing():
             with contextlib.suppress(RedisError, RuntimeError):  # Celery raises RuntimeError after its last retry

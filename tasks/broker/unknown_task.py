@@ -1,4 +1,4 @@
-"""End jobs whose task cellama doesn't have, because its name is misspelt or only newer workers have the task.
+"""End jobs whose task this worker doesn't know, because its name is misspelt or only newer versions define the task.
 
 Celery itself stores only a NotRegistered error, so the job's stream, errbacks and chord would never end.
 """
@@ -25,7 +25,7 @@ def end_unknown_task(app: Any, message: Any) -> JobFailed:
     """End the job of this message, and return its error. Raises RedisError."""
     job_id, ledger = str(message.headers["id"]), Ledger(app.backend.client)
     failure = JobFailed("invalid_request", _reason(str(message.headers["task"])))
-    log.error("task unknown", job_id=job_id, detail=failure.message)
+    log.error("job has an unknown task", job_id=job_id, detail=failure.message)
     event = events.error(failure.code, failure.message, failure.retryable)
     if taken_of(message) is None:  # from plain Celery, without an entry in the ledger
         ledger.end_unknown(job_id, event)

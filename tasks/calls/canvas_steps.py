@@ -5,7 +5,7 @@ if `generate` is the next step of a chain, a worker of a user's app sends it to 
 recorded in the ledger like any other job.
 
 A cellama worker sends the steps that follow a job, but it has neither the user's tasks nor the routes of their app. The
-process that queues the job has both, so it adds the queue to the steps (`route_steps`).
+process that queues the job has the tasks and the routes, so this process adds the queue to the steps (`route_steps`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
 
 
 def share_tasks(app: Celery, task_class: type[Task]) -> None:
-    """Add the tasks of this class to the registries of all other Celery apps, including apps that are created later.
+    """Add the tasks of a class to the registries of all other Celery apps, including apps that are created later.
 
     Do nothing if cellama can't use the installed Celery. This function runs when `cellama.tasks` is imported, whereas
     the error is raised when a worker starts or a job is sent.
@@ -94,7 +94,7 @@ def share_tasks(app: Celery, task_class: type[Task]) -> None:
 def route_steps(options: dict[str, Any], own_class: type[Celery]) -> None:
     """Replace the steps in the options of a call with steps that name their queue.
 
-    This is the queue that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
+    The queue is the one that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
     unchanged if it already names its queue, or if no other app of this process could send it. Raises InvalidJob if an
     app has no such queue.
     """

@@ -1,9 +1,9 @@
 """Turn task calls into messages, and queue the messages.
 
-This takes three steps. First, Celery's options are settled for a job, or refused with a remedy (docs/canvas.md). Next,
-Celery and kombu build the message, so that any Celery worker can read it. Alternatively, the message is built from the
-text of an earlier message, which is much faster. Finally, a script pushes the message together with the job's ledger
-entry, so that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to Redis.
+Queueing takes three steps. First, Celery's options are settled for a job, or refused with a remedy (docs/canvas.md).
+Next, Celery and kombu build the message, so that any Celery worker can read it. Alternatively, the message is built
+from the text of an earlier message, which is much faster. Finally, a script pushes the message together with the job's
+ledger entry, so that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to Redis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ONE_AFTER_ANOTHER = (
 
 
 def refuse_eager(app: Celery) -> None:
-    """Raise InvalidJob if Celery would run calls in this process."""
+    """Raise InvalidJob if Celery is configured to run tasks in the calling process."""
     if app.conf.task_always_eager:
         raise InvalidJob(f"task_always_eager is enabled, but {IN_WORKERS_ONLY}")
 
@@ -126,7 +126,7 @@ def _priority_of(given: Any, payload_priority: int | None) -> int | None:
 
 
 def _check_connection(app: Celery, connection: Connection | None) -> None:
-    """Raise InvalidJob if a connection is not to the app's Redis."""
+    """Raise InvalidJob if a connection leads to a Redis server other than the app's."""
     if connection is None:
         return
     expected = app.connection_for_write()
@@ -153,7 +153,7 @@ def timeout_of(kwargs: Any, priority: int) -> float | None:
     """Return a job's timeout in seconds, or None if it has no timeout.
 
     If the call does not set a timeout, the default timeout from the settings applies, except to bulk jobs. An invalid
-    value also yields None. Only plain Celery can send such a value, and a worker refuses the job.
+    value also yields None. Only plain Celery can send an invalid value, and a worker then refuses the job.
     """
     if "timeout" in kwargs:
         timeout = kwargs["timeout"]
@@ -217,7 +217,7 @@ class _JsonTemplate:
     """A JSON text in which values can be replaced with other JSON texts."""
 
     def __init__(self, text: str, paths: Mapping[Path, str]) -> None:
-        """Parse the text. Raises KeyError or ValueError if it is not JSON with values at these paths."""
+        """Parse a JSON text. Raises KeyError or ValueError if the text is not JSON with values at these paths."""
         parsed, mark = json.loads(text), uuid.uuid4().hex
         self.first_values: dict[str, str] = {}  # the values of this text
         for path, name in paths.items():
@@ -236,7 +236,7 @@ class _JsonTemplate:
 
 
 class Template:
-    """The message of a job and its `task-sent` event, into which other jobs' values can be inserted."""
+    """A job's message and its `task-sent` event, used as a template into which other jobs' values are inserted."""
 
     def __init__(self, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
         """Create a template from a message that Celery has built.
@@ -271,8 +271,8 @@ class Template:
     ) -> Message:
         """Return the message for another job.
 
-        Flower shows `argsrepr` and `kwargsrepr`. `clock` is Celery's logical clock. If it is None, the message has no
-        event. `trace` contains the values of the trace headers.
+        Flower shows `argsrepr` and `kwargsrepr`. `clock` is Celery's logical clock. If `clock` is None, the message has
+        no event. `trace` contains the values of the trace headers.
         """
         values = {
             ID: quoted(job_id),
@@ -302,7 +302,7 @@ class Template:
 
 
 def _new_tag() -> str:
-    """Return a delivery tag as JSON. Kombu accepts any tag that no other message has."""
+    """Return a new delivery tag as JSON. Kombu accepts any tag that no other message has."""
     return f'"{os.urandom(16).hex()}"'
 
 
@@ -315,7 +315,7 @@ def _encode_body(text: str) -> str:
 
 
 class Templates:
-    """Caches the templates of a process, with the values that their messages share as keys."""
+    """Caches the templates of a process, keyed by the values that all messages of a template share."""
 
     MAX_TEMPLATES = 256  # a few KiB each; more than a producer's combinations of task, queue and priority
 
@@ -328,7 +328,7 @@ class Templates:
     def learn(self, key: Hashable, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
         """Create a template from a message.
 
-        If this fails, later messages with the same key don't get a template either.
+        If creating it fails, the failure is cached, so later messages with the same key don't get a template either.
         """
         if key in self._templates or len(self._templates) >= self.MAX_TEMPLATES:
             return
@@ -342,7 +342,7 @@ class Templates:
 
 
 class Collector(Producer):  # type: ignore[misc]
-    """A producer that keeps published messages, in kombu's format, instead of sending them."""
+    """A producer that stores published messages in kombu's format instead of sending them."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel, auto_declare=False)
@@ -372,7 +372,7 @@ class Collector(Producer):  # type: ignore[misc]
         publish_into(self, channel, message, exchange, routing_key)
 
     def add(self, *command: Any) -> None:
-        """Keep a command. `publish_into` calls this method instead of Redis."""
+        """Store a Redis command. `publish_into` calls this method instead of sending the command to Redis."""
         self._commands.append(command)
 
     def take(self) -> Message:
@@ -384,7 +384,7 @@ class Collector(Producer):  # type: ignore[misc]
 
 
 class TemplateKey(NamedTuple):
-    """The values, in addition to queue and priority, that messages must share so that one template can produce them."""
+    """The values, in addition to queue and priority, that all messages from one template must have in common."""
 
     task: str
     is_bulk: bool  # `JobTask` publishes single jobs and bulk jobs in two ways, with different headers
@@ -394,7 +394,7 @@ class TemplateKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A valid job, with its options for Celery."""
+    """A job that has been checked, with its options for Celery."""
 
     call: TaskCall
     options: dict[str, Any]
@@ -527,7 +527,7 @@ def _rejecting() -> Iterator[None]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text with ranges: 0, 1, 2, 5 become "0-2, 5"."""
+    """Format sorted numbers as ranges: 0, 1, 2, 5 become "0-2, 5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

@@ -93,10 +93,10 @@ class TypedTask(Protocol[C, R]):
         """Return a step of a canvas. Pass `model` by name if the result of the previous step is the first argument."""
 
     def si(self, *args: object, **kwargs: object) -> Signature:
-        """Return a step that ignores the result of the previous step."""
+        """Return a canvas step that ignores the result of the previous step."""
 
     def map(self, it: Iterable[object]) -> group:
         """Return a group with one job per argument."""
 
     def starmap(self, it: Iterable[Sequence[object]]) -> group:
-        """Return a group with one job per item. Each item contains the arguments of a call."""
+        """Return a group with one job per item. Each item contains the positional arguments of one call."""

@@ -137,7 +137,7 @@ def _url_for_kombu(where: RedisUrl) -> str:
 
 
 def lua_source(package: str, *names: str) -> str:
-    """Return the clock functions and these scripts from a package's `lua` directory as one text."""
+    """Return the Lua clock functions, followed by these scripts from a package's `lua` directory, as one string."""
     directory = files(package) / "lua"
     return LUA_CLOCK + "".join((directory / f"{name}.lua").read_text(encoding="utf-8") for name in names)
 

@@ -1,9 +1,9 @@
 """Wrap the private names of Celery, kombu and redis-py that cellama uses. Other files only use them in subclasses.
 
 `INHERITED` lists the private names that cellama's subclasses override or use. `require_parts` checks that each part
-exists in the installed libraries with the expected signature. A worker calls it when it starts, a producer when it
-sends its first job, and a test checks all parts. Another test fails if other files use private names. pyproject.toml
-limits the versions of these libraries. Before you raise such a limit, update this file.
+exists in the installed libraries with the expected signature. A worker calls `require_parts` when it starts, and a
+producer calls it before it sends its first job. A test checks all parts. Another test fails if other files use private
+names. pyproject.toml limits the versions of these libraries. Before you raise such a limit, update this file.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ READER_PARTS = (
 
 
 class UnfitLibraries(RuntimeError):
-    """The installed Celery, kombu or redis-py lacks parts that cellama needs. The message lists these parts."""
+    """The installed Celery, kombu or redis-py lacks parts that cellama needs. The error message lists these parts."""
 
 
 @functools.cache
@@ -206,7 +206,7 @@ def is_sending_next_step() -> bool:
 
 
 def _is_called_by_tracer() -> bool:
-    """Return whether the Celery code that runs tasks has called cellama directly, not through a user's task."""
+    """Return whether the Celery code that runs tasks has called cellama directly instead of through a user's task."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -221,7 +221,7 @@ def _is_called_by_tracer() -> bool:
 def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Publish a step as Celery does after a task, with retries while Redis is unreachable.
 
-    Celery has retried since version 5.7. With older versions, there is only one attempt.
+    Celery retries since version 5.7. With older versions, the step is published without retries.
     """
     if HAS_PUBLISH_RETRY:
         app.amqp._retry_publish(publish, *args, **options)
@@ -276,7 +276,7 @@ def run_ready_callbacks(hub: Any) -> None:
 
 
 def set_qos(channel: Any, qos: Any) -> None:
-    """Let a channel record its messages with this QoS object."""
+    """Make a channel record its messages with this QoS object."""
     channel._qos = qos
 
 
@@ -286,7 +286,7 @@ def waits_for_message(channel: Any) -> bool:
 
 
 def read_brpop(channel: Any) -> tuple[str, bytes]:
-    """Read the reply to the channel's BRPOP, and end the turn of its queue. Return the key of the list and the message.
+    """Read the reply to the channel's BRPOP, end its queue's turn, and return the key of the list and the message.
 
     This works like Channel._brpop_read, but does not deliver the message. Raises queue.Empty if the reply has no
     message, and may raise connection errors.
@@ -307,7 +307,7 @@ def read_brpop(channel: Any) -> tuple[str, bytes]:
 
 
 def set_brpop_reader(channel: Any, read: Callable[[], None]) -> None:
-    """Let a channel read replies to BRPOP with this function."""
+    """Make a channel read replies to BRPOP with this function."""
     channel.handlers["BRPOP"] = channel._brpop_read = read  # `close` calls _brpop_read if a reply is pending
 
 
@@ -317,7 +317,7 @@ def deliver(channel: Any, message: Mapping[str, Any], queue: str) -> None:
 
 
 def set_brpop_sender(channel: Any, start: Callable[[float | None], None]) -> None:
-    """Let a channel request its next message with this function, which receives the timeout in seconds."""
+    """Make a channel request its next message with this function, which receives the timeout in seconds."""
     channel._brpop_start = lambda timeout=None: start(timeout)
 
 
@@ -330,7 +330,7 @@ def send_brpop(channel: Any, keys: Iterable[str], timeout_s: float) -> None:
 
 
 def queues_in_turn(channel: Any) -> list[str]:
-    """Return the queues of a channel in the order of their turns, the next queue first."""
+    """Return a channel's queues in the order in which they take turns, starting with the next queue."""
     queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
     return queues
 

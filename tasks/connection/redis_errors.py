@@ -1,9 +1,9 @@
-"""Find out which Redis errors are temporary, convert errors for callers, and refuse servers that cellama can't use.
+"""Detect temporary Redis errors, convert errors for callers, and refuse servers that cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
 replies are command errors in redis-py, so neither redis-py nor kombu nor Celery waits and retries. In cellama,
-connections raise these replies as connection errors instead (`RefusedForNow`). So code that waits for an unreachable
-Redis also waits in these cases.
+connections raise connection errors for these replies instead (`RefusedForNow`). So code that waits for an unreachable
+Redis also waits after such a reply.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RefusedForNow(RedisConnectionError):
 
 
 def refusal_of(error: RedisError) -> RefusedForNow | None:
-    """Return the error to raise instead of this error, or None if a retry would not help."""
+    """Return the RefusedForNow to raise instead of an error, or None if a retry would not help."""
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return RefusedForNow(code, str(error).removeprefix(f"{code} "))
@@ -134,7 +134,7 @@ def convert_refusals_in_channels(transport: Any) -> Any:
 
 
 def _adapt(pool: Any, reader: type[Any]) -> Any:
-    """Let new connections of this pool read replies with the method of `reader`, and return the pool.
+    """Make new connections of this pool read replies with the methods of `reader`, and return the pool.
 
     New connections to a server on this machine that have no password also use the password of the Redis that `cellama
     up` runs.
@@ -163,17 +163,17 @@ class LocalPassword(CredentialProvider):
         self._server = RedisUrl("server", ((LOOPBACK_HOSTS[0], port),))
 
     def get_credentials(self) -> Any:
-        """Return a tuple with the password. It is empty if `cellama up` has not started a server on this port."""
+        """Return a tuple with the password, which is empty if `cellama up` has not started a server on this port."""
         password = with_stored_password(self._server, get_settings().data_dir).password
         return () if password is None else (password,)
 
     async def get_credentials_async(self) -> Any:
-        """Return the same as `get_credentials`. The file with the password is tiny and local."""
+        """Return the same as `get_credentials`. Reading the password file may block, but the file is tiny and local."""
         return self.get_credentials()
 
 
 def probe_writes(redis: Redis) -> None:
-    """Raise RefusedForNow if Redis refuses writes now. The command writes zero bytes, so it changes nothing."""
+    """Raise RefusedForNow if Redis refuses writes now. The probe writes zero bytes, so no data changes."""
     redis.setrange(write_probe_key(), 0, "")
 
 

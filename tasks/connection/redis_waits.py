@@ -32,7 +32,7 @@ class RedisWaits:
         self._since = 0.0  # monotonic s
 
     def started(self, waiter: str, error: BaseException) -> None:
-        """Record that `waiter`, for example a thread, is waiting for Redis. You can call this at each retry."""
+        """Record that `waiter`, for example a thread, is waiting for Redis. This method may be called at each retry."""
         with self._lock:
             first = not self._waiting
             self._waiting.add(waiter)
@@ -43,7 +43,7 @@ class RedisWaits:
             log.warning(event, waiter=waiter, detail=f"{error}; all work that needs Redis is paused")
 
     def ended(self, waiter: str) -> None:
-        """Record that `waiter` has stopped waiting. You can call this even if `started` was never called."""
+        """Record that `waiter` has stopped waiting. This method may be called even if `started` was never called."""
         if waiter not in self._waiting:
             return
         with self._lock:
@@ -66,7 +66,7 @@ redis_waits = RedisWaits()  # for this process
 
 
 class RedisLoop:
-    """Calls an action periodically in its own thread, from `start` until `close`.
+    """Calls an action periodically in a separate thread, from `start` until `close`.
 
     An action that fails is logged, and retried after `retry_s`. Outages of Redis are logged once per process
     (`redis_waits`).
@@ -105,11 +105,11 @@ class RedisLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Call the action now instead of at the end of the current period."""
+        """Call the action immediately instead of at the end of the current period."""
         self._due.set()
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread after the current action, and wait for it for up to `timeout_s`."""
+        """Stop the thread after the current action, and wait up to `timeout_s` seconds for the thread to end."""
         self._is_closing = True
         self._due.set()
         if self.is_started:

@@ -51,7 +51,7 @@ ReplayCause = Literal[
 
 
 class ReplayFields(TypedDict, total=False):
-    """Details about how a chat continues earlier contexts of its conversation."""
+    """Describes how a chat continues earlier contexts of its conversation."""
 
     key: str  # finish_key of the context whose tokens replace the first messages
     messages: int  # number of these messages
@@ -61,7 +61,7 @@ class ReplayFields(TypedDict, total=False):
 
 
 class ProvenanceFields(TypedDict, total=False):
-    """The model properties that a job's tokens depend on."""
+    """The properties of the model that affect which tokens a job generates."""
 
     fingerprint: str  # SHA-256 of the model
     adapters: list[tuple[str, str, float]]  # name, SHA-256 and scale of each adapter
@@ -95,7 +95,7 @@ class TokenDetails(OutputDetails, total=False):
 
 
 class TokenEvent(TokenDetails):
-    """Text of the answer."""
+    """A piece of the answer's text."""
 
     type: Literal["token"]
     text: str
@@ -103,7 +103,7 @@ class TokenEvent(TokenDetails):
 
 
 class ReasoningEvent(OutputDetails):
-    """Text of the model's reasoning."""
+    """A piece of the model's reasoning."""
 
     type: Literal["reasoning"]
     text: str
@@ -111,7 +111,7 @@ class ReasoningEvent(OutputDetails):
 
 
 class ReasoningEndEvent(OutputDetails):
-    """The reasoning has ended."""
+    """The model has finished reasoning."""
 
     type: Literal["reasoning_end"]
     signature: str
@@ -184,12 +184,12 @@ def started(model: str, prompt_tokens: int, worker: str, seed: int) -> StartedEv
 
 
 def token(text: str, tokens: list[int], **details: Unpack[TokenDetails]) -> TokenEvent:
-    """Return an event with the next piece of text, and the ids of the tokens sampled since the last event."""
+    """Return an event with the next piece of text and the ids of the tokens that were sampled since the last event."""
     return {"type": "token", "text": text, "tokens": tokens, **details}
 
 
 def reasoning(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEvent:
-    """Return an event with reasoning before the answer. It has the same fields as a `token` event."""
+    """Return an event with a piece of reasoning, which has the same fields as a `token` event."""
     return {"type": "reasoning", "text": text, "tokens": tokens, **details}
 
 
@@ -218,7 +218,7 @@ def error(code: str, message: str, retryable: bool | None = None) -> ErrorEvent:
 
 
 def numbered(event: Event, seq: int) -> Event:
-    """Return the event with its seq, as readers receive it."""
+    """Add the seq to an event, and return the event as readers receive it."""
     with_seq: Any = {"seq": seq, **event}
     return cast(Event, with_seq)
 

@@ -54,9 +54,9 @@ def limit_name(key: str = "", *, model: str | None = None) -> str:
 
 
 def fairness_key_below(parent: str, name: str) -> str:
-    """Return a user's key below a tenant's key.
+    """Return the fairness key of a user as a child of the tenant's key `parent`.
 
-    If the parent leaves no room for a digest of the name, return the parent.
+    Return the tenant's key itself if it is too long to append even a digest of the user's name.
     """
     if not parent:
         return parent

@@ -1,7 +1,7 @@
 """Check JSON values in untrusted input, and encode cellama's own output as JSON.
 
-Input is limited in depth and size before anything recurses into it. Output is always valid UTF-8, and parts of it may
-be encoded beforehand.
+The depth and the size of input are checked before any code recurses into the input. Output is always valid UTF-8, and
+parts of it may be encoded beforehand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_DIGITS = 300  # digits of a whole number: about as many as a double can hav
 
 
 class _Short(reprlib.Repr):
-    """Builds a `repr` of the start of any value, without traversing the whole value."""
+    """Builds a truncated `repr` of any value without traversing the whole value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ _short = _Short()
 
 
 def shorten(value: object) -> str:
-    """Return a short and valid text that represents a value in an error message."""
+    """Return a short `repr` of a value for an error message."""
     text = _short.repr(value)
     text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
     return text.encode(errors="backslashreplace").decode()
@@ -54,7 +54,7 @@ def valid_text(text: str) -> str:
 
 
 def check_text(text: str) -> str:
-    """Return the text if it can be stored and sent. Raises ValueError."""
+    """Return the text unchanged if it can be stored and sent. Otherwise, raise ValueError."""
     if "\0" in text:
         raise ValueError("it contains a NUL character; remove it")
     try:
@@ -68,9 +68,9 @@ def check_text(text: str) -> str:
 
 
 def check_escapes(text: str) -> str:
-    """Return a JSON text if its escapes are valid.
+    """Return a JSON text unchanged if its escapes are valid.
 
-    Malformed JSON is also returned, because it is rejected elsewhere.
+    Malformed JSON is also returned, and is rejected elsewhere.
     """
     if "\\u" in text:
         try:

@@ -4,11 +4,11 @@ Jobs:
 
 `cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL after Celery has stored the end.
 `cellama:journal:{job_id}` (stream): The job's events, with the ids (seq+1)-0. TTL after the job has ended.
-`cellama:events:{db}:{job_id}` (channel): The same events, live. The name contains the database.
+`cellama:events:{db}:{job_id}` (channel): The same events, published live. `{db}` is the database number.
 `cellama:cancel:{job_id}` (string): Exists if the job must be cancelled. TTL.
 `cellama:context:{key}` (string): The tokens of a `finish_key` (tasks/state/contexts.py). Same TTL as results.
 `cellama:reply:{digest}` (string): The `finish_key` of a chat's reply (tasks/state/replies.py). Same TTL as results.
-`cellama:latest:{digest}` (string): A conversation's last `finish_key`, for explanations. Same TTL as results.
+`cellama:latest:{digest}` (string): A conversation's last `finish_key`, to explain failed reuse. Same TTL as results.
 `cellama:turn:{key}` (string): JSON digests of the conversation that ends with a `finish_key`. Same TTL as results.
 `cellama:waiting:{queue}` (sorted set): Jobs without a slot, sorted by `waiting_score`.
 `cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in submission order.
@@ -19,7 +19,7 @@ a job, by job kind. TTL of a day.
 `cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`). They override the settings.
 `cellama:slots:{name}` (set): Held jobs that count against a limit.
 `cellama:blocked:{name}` (set): Lists in which jobs of this name are waiting because its limit is reached.
-`cellama:limited` (set): Names that currently have slots.
+`cellama:limited` (set): Names whose limits currently have slots in use.
 `cellama:service:{period}` (sorted set): Fairness keys, by the cost of their jobs that ended in 5 minutes. TTL.
 `cellama:prefixes:{worker}` (sorted set): Hashes of the prefixes in a worker's cache, by last use. TTL.
 `cellama:busy:{list}` (sorted set): Workers, by the time at which they finish prefilling jobs. TTL of a day.
@@ -53,7 +53,7 @@ Workers:
 `cellama:wanted:pool:{pool}` (hash): Desired state of a pool's workers, in addition to their settings. TTL of 30 days.
 `cellama:wanted:worker:{worker}` (hash): Desired state of one worker, in addition to its settings. TTL of 30 days.
 `cellama:trials:{worker}` (hash): Model loads that the worker has started but not completed. TTL of a day.
-`cellama:took:{class}:{kind}:{queue}` (list): Samples of service times, for estimates. TTL of 30 days.
+`cellama:took:{class}:{kind}:{queue}` (list): Samples of service times, used for estimates. TTL of 30 days.
 
 Bulk runs:
 
@@ -65,7 +65,7 @@ Gateway:
 `cellama:keys` (hash): JSON entry of each API key without its secret, by id.
 `cellama:keys:used` (hash): Time when each API key was last used, rounded to a minute, by id.
 `cellama:key:admissions:{id}` (sorted set): Recent requests with an API key (api/http/keys/lua). TTL.
-`cellama:key:charges:{id}` (hash): Tokens that each of these requests used. TTL.
+`cellama:key:charges:{id}` (hash): Tokens that each recent request with an API key used. TTL.
 `cellama:key:jobs:{id}` (sorted set): Running requests with an API key, by lease expiry. TTL.
 `cellama:http:{kind}:{id}` (hash): A file or batch, with each field as JSON (docs/adr/019-batches.md). TTL.
 `cellama:http:of:{kind}:{tenant}` (sorted set): Ids of a tenant's files or batches, by creation time. TTL.

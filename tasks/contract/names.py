@@ -29,17 +29,20 @@ def key_prefix() -> str:
 
 
 def model_named(name: str) -> str:
-    """Return the model that a name stands for, which is the name itself unless it is an alias (`model_aliases`)."""
+    """Resolve an alias (`model_aliases`) into the name of its model. Other names are returned unchanged."""
     return get_settings().model_aliases.get(name, name)
 
 
 def queue_name(model: str) -> str:
-    """Return a model's Celery queue. Its prefix is unique among Redis keys, whatever the model id (keys.py)."""
+    """Return the name of a model's Celery queue.
+
+    Its prefix is unique among Redis keys, whatever the model id (keys.py).
+    """
     return f"{key_prefix()}:queue:{model_named(model)}"
 
 
 def queues_of_model(model_id: str) -> list[str]:
-    """Return the Celery queues of a model: its own queue, and those of its aliases, which plain Celery may use."""
+    """Return the Celery queues of a model: its own queue, and the queues of its aliases, which plain Celery may use."""
     prefix = queue_name("")
     aliases = [alias for alias, model in get_settings().model_aliases.items() if model == model_id]
     return [f"{prefix}{name}" for name in (model_id, *aliases)]
@@ -81,7 +84,7 @@ def evicting_key(model_id: str) -> str:
 
 
 def job_id_of_key(task: str, scope: str, key: str) -> str:
-    """Return the job id for an idempotency key, which is different for each task and scope.
+    """Return the job id for an idempotency key. The same key yields a different id for each task and scope.
 
     The id also depends on the key prefix, because Celery's result keys don't contain this prefix.
     """

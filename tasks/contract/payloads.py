@@ -39,8 +39,8 @@ from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE, model_named
 class TypedAs:
     """The type of a parameter for callers, as the source text that `tasks/typed_tasks.py` contains.
 
-    Without this annotation, callers pass the type of the field. A payload can convert other types, for example a single
-    text into a list.
+    Without this annotation, callers pass the field's own type. A payload can also accept other types, for example a
+    single string for a list of strings.
     """
 
     text: str
@@ -57,7 +57,7 @@ def _check_length(text: str, limit: int) -> None:
 
 
 def at_most(limit: int) -> AfterValidator:
-    """Return a validator that limits the length of a text in characters."""
+    """Return a validator that limits the number of characters in a string."""
 
     def check(text: str) -> str:
         _check_length(text, limit)
@@ -84,7 +84,7 @@ def _check_filled(text: str) -> str:
 
 
 def check_model_id(text: str) -> str:
-    """Return the id of the model that a name stands for. Raises ValueError."""
+    """Return the id of the model that a name refers to. Raises ValueError."""
     text = model_named(text)
     if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
         raise ValueError(f"{MODEL_ID_RULE}; pass the id of a served model")
@@ -98,13 +98,13 @@ def _check_key(text: str) -> str:
 
 
 def text_of_result(value: Any) -> Any:
-    """Return the text of a job's result, which a chain passes to its next step, and other values unchanged."""
+    """Return the text of a result that a chain passes to its next step. Return other values unchanged."""
     is_result = isinstance(value, dict) and {"text", "finish_reason"} <= value.keys()
     return value["text"] if is_result else value
 
 
 def _key_of_result(value: Any) -> Any:
-    """Return the `finish_key` of a job's result, which a chain passes to its next step, and other values unchanged."""
+    """Return the `finish_key` of a result that a chain passes to its next step. Return other values unchanged."""
     return value.get("finish_key", "") if isinstance(value, dict) and "finish_reason" in value else value
 
 
@@ -130,7 +130,7 @@ def to_json(value: Any) -> Any:
 
 
 def join_parts(value: Any) -> Any:
-    """Return the joined text of a list of content parts, as in the OpenAI API, and other values unchanged."""
+    """Join a list of content parts, as in the OpenAI API, into one text. Return other values unchanged."""
     if not isinstance(value, list):
         return value
     if len(value) > limits.MAX_PARTS:
@@ -144,7 +144,7 @@ def join_parts(value: Any) -> Any:
 
 
 def to_prediction(value: Any) -> Any:
-    """Return the text of a prediction in the OpenAI format, or of a job's result, and other values unchanged."""
+    """Extract the text from a prediction in the OpenAI format or from a job's result. Return other values unchanged."""
     if not isinstance(value, dict):
         return value
     if value.keys() == {"type", "content"} and value["type"] == "content":
@@ -153,7 +153,7 @@ def to_prediction(value: Any) -> Any:
 
 
 def to_choice(value: Any) -> Any:
-    """Return the tool name from a tool choice in the OpenAI format, and other values unchanged."""
+    """Extract the tool name from a tool choice in the OpenAI format. Return other values unchanged."""
     if not isinstance(value, dict):
         return value
     function = value.get("function")
@@ -187,7 +187,7 @@ def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _to_pairs(value: Any) -> Any:
-    """Convert {"17": -1.5} (the OpenAI format), ["17=-1.5"] or pairs into pairs of a token id and a bias."""
+    """Return pairs of a token id and a bias. Accepts {"17": -1.5} (the OpenAI format), ["17=-1.5"] and pairs."""
     if isinstance(value, dict):
         value = list(value.items())
     if not isinstance(value, list | tuple):
@@ -207,13 +207,14 @@ def _to_pair(entry: Any) -> tuple[int, float]:
         raise ValueError(f"{shorten(given)} is not a token id; use a whole number, 0 or more")
     if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
         raise ValueError(
-            f"{shorten(added)} is not a bias; use a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, or -inf"
+            f"{shorten(added)} is not a valid bias; use a number from -{limits.MAX_BIAS:g} to {limits.MAX_BIAS:g}, "
+            "or -inf"
         )
     return token, bias
 
 
 def _to_adapters(value: Any) -> Any:
-    """Convert {"pirate": 0.5}, ["pirate=0.5"], ["pirate"] (scale 1) or pairs into pairs of a name and a scale."""
+    """Return pairs of a name and a scale. Accepts {"pirate": 0.5}, ["pirate=0.5"], ["pirate"] (scale 1) and pairs."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -306,7 +307,7 @@ class Payload(BaseModel):
 
 
 class ToolCallFunctionPayload(Payload):
-    """The function that is called. `arguments` is a JSON object as text."""
+    """The function to call. `arguments` is a JSON object, encoded as a string."""
 
     name: Name
     arguments: Annotated[Text, AfterValidator(check_escapes), BeforeValidator(to_json)] = "{}"
@@ -379,7 +380,7 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job can have at m
 
 
 class BaseJob(Payload):
-    """Any kind of job."""
+    """The parameters that all kinds of jobs have."""
 
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="Id of the model, or :default.")]
     priority: StrictInt = Field(
@@ -391,7 +392,7 @@ class BaseJob(Payload):
 
 
 class ReadingJob(BaseJob):
-    """A job that prefills a prompt."""
+    """The parameters of jobs that prefill a prompt."""
 
     parent_key: ContextKey | None = Field(
         default=None,
@@ -403,13 +404,13 @@ class ReadingJob(BaseJob):
     )
     adapters: Adapters = Field(
         default=None,
-        description="LoRA adapters to use instead of the model's defaults, as NAME or NAME=SCALE. NAME=0 uses no "
-        "adapter.",
+        description="LoRA adapters to use instead of the model's defaults, as NAME or NAME=SCALE. NAME=0 disables "
+        "an adapter.",
     )
 
 
 class GenerationJob(ReadingJob):
-    """A job that generates text."""
+    """The parameters of jobs that generate text."""
 
     max_tokens: Count = Field(default=256, ge=1, description="Maximum number of tokens to generate.")
     temperature: Finite = Field(
@@ -432,8 +433,8 @@ class GenerationJob(ReadingJob):
         default=0.0,
         ge=-1,
         le=limits.MAX_SIGMA,
-        description="Maximum distance from the highest logit, in standard deviations, of the tokens to keep. 0 or -1 "
-        "disables the filter.",
+        description="Maximum distance of a token's logit from the highest logit, in standard deviations, for the token "
+        "to be kept. 0 or -1 disables the filter.",
     )
     typical_p: Finite = Field(
         default=1.0, gt=0, le=1, description="Total probability of the typical tokens to keep. 1 disables the filter."
@@ -500,7 +501,7 @@ class GenerationJob(ReadingJob):
         description="Number of recent tokens that DRY considers. -1 considers all tokens.",
     )
     dry_sequence_breakers: Breakers = Field(
-        default=("\n", ":", '"', "*"), description="Text that interrupts a repetition for DRY. Can be repeated."
+        default=("\n", ":", '"', "*"), description="String at which DRY ends a repetition. Can be repeated."
     )
     xtc_probability: Finite = Field(
         default=0.0, ge=0, le=1, description="Probability that XTC removes the top choices. 0 disables XTC."
@@ -546,8 +547,8 @@ class GenerationJob(ReadingJob):
     n: StrictInt = Field(
         default=1, ge=1, le=limits.MAX_COMPLETIONS, description="Number of completions to generate for the prompt."
     )
-    stop: Stops = Field(default=(), description="Text that stops the generation. Can be repeated.")
-    stop_token_ids: StopTokens = Field(default=(), description="Token id that stops the generation. Can be repeated.")
+    stop: Stops = Field(default=(), description="String that stops generation. Can be repeated.")
+    stop_token_ids: StopTokens = Field(default=(), description="Token id that stops generation. Can be repeated.")
     include_stop_str_in_output: StrictBool = Field(
         default=False, description="Include the matched stop string or stop token at the end of the text."
     )
@@ -561,7 +562,7 @@ class GenerationJob(ReadingJob):
         default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
     )
     ignore_eos: StrictBool = Field(default=False, description="Continue generating when the model would stop.")
-    stream: StrictBool = Field(default=True, description="Publish the text token by token.")
+    stream: StrictBool = Field(default=True, description="Publish the text token by token while it is generated.")
     prediction: Annotated[
         TextOrTokens | None, BeforeValidator(to_prediction), TypedAs("Prompt | Prediction | None")
     ] = Field(
@@ -612,7 +613,7 @@ Messages = Annotated[
 
 
 class ConversationJob(BaseJob):
-    """A job with the messages of a chat."""
+    """The parameters of jobs whose prompt consists of chat messages."""
 
     messages: Messages
     system: Text | None = Field(default=None, description="System message, which precedes all other messages.")
@@ -655,7 +656,7 @@ class ConversationJob(BaseJob):
 
 
 class RepliedJob(ConversationJob):
-    """A conversation in which a reply follows or continues the last message."""
+    """A conversation in which the reply either follows the last message or continues it."""
 
     add_generation_prompt: StrictBool = Field(default=True, description="Start a reply after the last message.")
     continue_final_message: StrictBool | None = Field(

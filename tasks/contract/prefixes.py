@@ -1,8 +1,8 @@
 """Hash growing prefixes of a job's prompt, so workers can prefer jobs whose prefix they hold (docs/affinity.md).
 
-The producer has no tokenizer, so it hashes the text or the messages. Two jobs with the same hash have the same text up
-to the end of the prefix, the same queue, scope and adapters, and the same tools. After a collision or a wrong
-assumption, a worker only computes more tokens.
+The producer has no tokenizer, so it hashes the text or the messages. If two jobs have the same hash, their texts are
+identical up to the end of the prefix, and their queue, scope, adapters and tools are the same. If hashes collide, or a
+prefix is no longer in the cache, a worker only has to compute more tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _parts(given: Mapping[str, Any]) -> list[bytes]:
 
 
 def hash_of_context(key: str) -> str:
-    """Return the hash of a `finish_key`'s context. The script `write` computes it in the same way."""
+    """Return the hash of a `finish_key`'s context. The script `write` computes the same hash."""
     return f"{CONTEXT_UNITS:04x}{key[: HASH_CHARS - 4]}"
 
 

@@ -54,7 +54,7 @@ class ServiceTime:
 
 @dataclass(frozen=True, slots=True)
 class WaitEstimate:
-    """Seconds until a job gets a slot: the estimate, its range, and the number of samples that it is based on.
+    """Seconds until a job gets a slot: an estimate, a range, and the number of samples that the estimate is based on.
 
     `eta_s` and `max_s` are None if the service time of similar jobs is unknown.
     """
@@ -66,7 +66,7 @@ class WaitEstimate:
 
 
 def service_time(seconds: Sequence[float], elapsed_s: float = 0.0, num_slots: int = 1) -> ServiceTime:
-    """Return the remaining time, after `elapsed_s`, of a job that takes one of these equally likely `seconds`.
+    """Return a job's remaining time after `elapsed_s`, if each of these `seconds` is an equally likely total time.
 
     A job that has already taken longer than all of them is assumed to need another 10%.
     """
@@ -109,8 +109,8 @@ JobState = Literal["waiting", "running", "done"]
 class Position:
     """The position of a job in its queue, and an estimate of its wait.
 
-    The range from `eta_least_s` to `eta_most_s` contains the real wait in at least 80% of cases. `eta_s` and
-    `eta_most_s` are None if no worker serves the model, or while the duration of similar jobs is unknown.
+    In at least 80% of cases, the actual wait lies between `eta_least_s` and `eta_most_s`. `eta_s` and `eta_most_s` are
+    None if no worker serves the model, or while the duration of similar jobs is unknown.
     """
 
     job_id: str  # id of the job
@@ -228,14 +228,14 @@ def _num_slots(model: WorkerModel) -> int:
 
 
 def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -> set[str]:
-    """Return the queues that share slots with `queue`."""
+    """Return the queues whose jobs use the same slots as the jobs in `queue`."""
     models = {model["id"] for _, model in serving}
     models |= {DEFAULT_MODEL for _, model in serving if model["default"]}
     return {queue, *(each for model in models for each in queues_of_model(model))}
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
-    """Return the tokens per second and slot that engines report, or the latest jobs' speed if all engines are idle."""
+    """Return the speed in tokens per second and slot, from busy engines or, if all are idle, from the latest jobs."""
     engines = [model["engine"] for _, model in serving if model["engine"] is not None]
     num_decoding = sum(engine["slots_decoding"] for engine in engines)
     rate = sum(engine["generation_rate"] for engine in engines)

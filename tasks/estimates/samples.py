@@ -2,7 +2,7 @@
 
 The work of a completion is counted in tokens: the generated tokens, plus the tokens that could have been generated
 while its prompt was prefilled. This number hardly depends on the machine or its load. The speed depends on both, so it
-is stored separately. All other work is counted in seconds.
+is stored separately. The work of all other jobs is counted in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_SPEEDS = 16  # latest samples whose speeds are used while no engine reports 
 
 @dataclass(frozen=True, slots=True)
 class JobClass:
-    """Jobs that differ only in size."""
+    """A class of jobs that differ only in size."""
 
     queue: str
     kind: str
@@ -60,7 +60,10 @@ class SampleWriter:
             self._unsaved.append((kind.key, f"{size} {amount:.6g} {speed:.6g}"))
 
     def flush(self) -> None:
-        """Write the new samples. If this raises RedisError, they are lost, which only makes estimates less precise."""
+        """Write the new samples.
+
+        If this call raises RedisError, the samples are lost, which makes estimates less precise.
+        """
         pipeline = self._redis.pipeline(transaction=False)
         while self._unsaved:
             key, entry = self._unsaved.popleft()
@@ -86,7 +89,7 @@ class Samples:
     by_class: Mapping[JobClass, Sequence[Sample]]
 
     def amounts(self, kind: JobClass, size: int) -> list[float]:
-        """Return equally likely amounts of work for a job, or an empty list if no job of its class has finished."""
+        """Return equally likely amounts of work for a job, or an empty list if no similar job has finished."""
         other = JobClass(kind.queue, kind.kind, not kind.is_bulk)
         samples = self.by_class.get(kind) or self.by_class.get(other) or ()
         nearest = sorted(samples, key=lambda sample: abs(math.log(sample.size / size)))[:NUM_NEAREST]

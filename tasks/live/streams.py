@@ -80,7 +80,7 @@ class Journals:
             self._end(reads)
 
     def _end(self, reads: list[JournalRead]) -> None:
-        """Fail the remaining reads, because the client was closed."""
+        """Make the remaining reads fail, because the client was closed."""
         self._task = None
         for read in [*reads, *self._reads]:
             if not read.page.done():
@@ -109,7 +109,10 @@ class Streams:
     """The streams of all readers of one event loop. Each stream behaves like `stream_events` in state/reader.py."""
 
     def __init__(self, redis: Redis, connect: Callable[[], Awaitable[Wire]] | None = None) -> None:
-        """Take ownership of `redis`. `connect` opens the connection for published messages (default: RedisWire)."""
+        """Use the client `redis`, which `close` also closes.
+
+        `connect` opens the connection for published messages (default: RedisWire).
+        """
         self._redis = redis
         self._subscriptions = Subscriptions(connect or partial(RedisWire.open, redis))
         self._journals = Journals(redis)

@@ -34,7 +34,7 @@ _NOTHING = object()
 
 
 class Signal(enum.Enum):
-    """A notification that a reader receives instead of messages."""
+    """A signal that a reader can receive in place of messages."""
 
     SUBSCRIBED = "subscribed: no later message is missing, and older messages are in the journal"
     LAGGED = "messages were dropped, and are in the journal"
@@ -61,7 +61,10 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None  # shared by several waits, because timers are expensive
 
     def put(self, message: bytes) -> None:
-        """Add a message. If the messages exceed the limit, drop all of them, because the journal contains them."""
+        """Add a message.
+
+        If the messages exceed the limit, drop all of them, because the journal also contains the events.
+        """
         if self._signal is Signal.LAGGED:
             return
         self._num_bytes += len(message)
@@ -79,7 +82,7 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise the error in the reader, because no further messages will arrive."""
+        """Make the reader raise the error, because no further messages will arrive."""
         self._failure = error
         self._wake()
 
@@ -203,7 +206,7 @@ class RedisWire:
 class Subscriptions:
     """The subscriptions of one event loop's readers. Not thread-safe.
 
-    The first reader opens the connection. If it is lost, it is reopened immediately, and every reader receives
+    The first reader opens the connection. A lost connection is reopened immediately, and every reader receives
     `SUBSCRIBED` again. If reopening fails, every reader receives the error, and the next reader that joins opens a new
     connection.
     """
@@ -298,7 +301,7 @@ class Subscriptions:
             self._end(failure)
 
     def _end(self, failure: Exception) -> None:
-        """Raise the error in the remaining readers. The next reader starts a new task."""
+        """Make the remaining readers raise the error. The next reader starts a new task."""
         self._task = None
         boxes, self._boxes = self._boxes, {}
         for box in chain.from_iterable(boxes.values()):

@@ -1,4 +1,4 @@
-"""Hold the values of metrics: a `Meter` counts continuously, and `Figures` are collected at a scrape."""
+"""Hold the values of metrics: a `Meter` counts continuously, and `Figures` hold the values collected for a scrape."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _checked(row: Row, labels: Labels) -> Labels:
 class Meter:
     """Counts values on any thread, under one lock.
 
-    It is called once per request, attempt or response, but never per token.
+    Methods are called once per request, attempt or response, but never once per token.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Meter:
             self._figures.add(name, by, *labels)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Add a value to a histogram. A negative value, which different clocks can cause, counts as 0."""
+        """Add a value to a histogram. A negative value, which can occur if clocks differ, counts as 0."""
         value = max(0.0, value)
         with self._lock:
             tally = self._figures.tally(name, *labels)

@@ -48,7 +48,10 @@ MODEL = ("model",)
 
 
 def _of(kind: MetricKind, source: Source, labels: tuple[str, ...], *metrics: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return a row for each metric, which is given as a name, a help text, and optionally the field of a snapshot."""
+    """Return a table row for each metric.
+
+    A metric is a tuple of a name, a help text, and optionally a snapshot's field.
+    """
     return tuple(Row(name, kind, text, labels, source, field="".join(field)) for name, text, *field in metrics)
 
 

@@ -59,9 +59,9 @@ RunEntry = tuple[str, Entry]  # run id, and an entry of its journal
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """An event of an attempt, or the failure that ends it.
+    """An event of an attempt, or the failure that ends the attempt.
 
-    If it has neither, the attempt is handed back: the gathered tokens are written, but nothing after them.
+    Without an event and a failure, the attempt is handed back: the gathered tokens are written, but nothing after them.
     """
 
     run_id: str
@@ -81,7 +81,7 @@ class AttemptStream:
     """Numbers the events of one attempt, and gathers them if the job does not stream.
 
     Other threads call `publish` and `hand_back`, and set `details`, `sign`, `on_line` and `records_of` before events
-    arrive. Everything else belongs to the publisher thread.
+    arrive. All other methods and attributes belong to the publisher thread.
     """
 
     attempt: Attempt
@@ -125,7 +125,10 @@ class AttemptStream:
         return self.sign.get(line, unsigned)
 
     def to_write(self, event: Event) -> Iterator[Event]:
-        """Yield the events to write when this event arrives. Nothing is yielded while the event is gathered."""
+        """Yield the events that must be written when this event arrives.
+
+        If the event is only gathered, nothing is yielded.
+        """
         if is_output(event) and not self.streams:
             yield from self._gather(event)
         elif event["type"] == "started":
@@ -279,7 +282,7 @@ class Publisher:
         self._closing.set()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write the remaining events and stop the thread. Returns whether it stopped within the timeout."""
+        """Write the remaining events and stop the thread. Return whether the thread stopped within the timeout."""
         self.hurry()
         self._inbox.put(None)
         self._thread.join(timeout_s)
@@ -293,11 +296,11 @@ class Publisher:
                 self.pulse.rest()
             self.pulse.close()
         except Exception as error:
-            log.critical("publisher failed", exc_info=True, detail="the worker exits; other workers resume its jobs")
+            log.critical("publisher failed", exc_info=True, detail="this worker exits; other workers resume its jobs")
             self.pulse.die(f"{type(error).__name__}: {error}")
 
     def _take(self, make: Callable[[], list[Publication]] | None) -> bool:
-        """Publish this item of the inbox and all later items that have arrived. Returns False after the last item."""
+        """Publish this item and all later items that have arrived in the inbox. Return False after the last item."""
         publications: list[Publication] = []
         while make is not None:
             self.pulse.beat("events", self._streams.keys())
@@ -311,7 +314,7 @@ class Publisher:
     def _convert(self, model_id: str, event: EngineEvent) -> Publication | None:
         """Convert an engine's event, or return the failure of its attempt or line if the conversion fails.
 
-        Returns None if the contract has no such event.
+        Return None if the contract has no such event.
         """
         run_id, mark, line = event.request_id.partition(LINE_MARK)
         if isinstance(event, Finished):
@@ -337,7 +340,7 @@ class Publisher:
             return Publication(run_id, failure=failure)
 
     def _records_of(self, stream: AttemptStream | None, event: EngineEvent, job_id: str) -> Contexts:
-        """Return the records for later turns of a chat. An error costs later turns time, but does not end the job."""
+        """Return the records for later turns of a chat. An error slows down later turns, but does not end the job."""
         if stream is None or not isinstance(event, Finished):
             return ()
         try:
@@ -418,7 +421,7 @@ class Publisher:
                 self._write([each])
 
     def _settle(self, entries: list[RunEntry], superseded: set[int], gaps: set[int]) -> None:
-        """Handle written entries. Redis has refused the entries whose index is in `superseded` or `gaps`."""
+        """Process the outcome of a write. Redis has refused the entries whose indices are in `superseded` or `gaps`."""
         for index, (run_id, entry) in enumerate(entries):
             stream = self._streams.get(run_id)
             if stream is None:

@@ -140,9 +140,9 @@ def result_of_end(
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
-    """Return the contexts of a request's completions by Redis key, which are stored with its last event.
+    """Return the contexts to store with a request's last event, keyed by Redis key.
 
-    The completions share a prompt, which is stored only once.
+    All completions share the request's prompt, which is stored only once.
     """
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.context is None:
@@ -157,7 +157,7 @@ def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes]
 
 
 def replies_of(event: EngineEvent, job_id: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the messages of a chat's completions as in its result, each with the key of its context."""
+    """Return the messages of a chat's completions in the format of results, each with its context's key."""
     completion = event.completion if isinstance(event, Finished) else None
     return [
         (
@@ -194,23 +194,23 @@ def _choice(completion: Completion, sign: Sign, with_tokens: bool, call_id: Call
 
 
 def _warnings(completion: Completion) -> list[str]:
-    """Return the first warnings, because a schema may have thousands of keywords that are not enforced."""
+    """Return only the first warnings, because a schema may have thousands of keywords that are not enforced."""
     first = [valid_text(warning[:MAX_WARNING_CHARS]) for warning in completion.warnings[:MAX_WARNINGS]]
     num_more = len(completion.warnings) - len(first)
     return [*first, f"and {num_more} more"] if num_more else first
 
 
 def _call_id(job_id: str, index: int, number: int) -> str:
-    """Return the id of a call.
+    """Return the id of a tool call.
 
-    It is known before the call is complete, and the same in each attempt. `index` is the index of the completion in the
-    events of the job.
+    The id is known before the call is complete, and is the same in each attempt. `index` is the index of the completion
+    in the events of the job.
     """
     return hashlib.sha256(f"{job_id} {index} {number}".encode()).hexdigest()[:CALL_ID_CHARS]
 
 
 def _tool_calls(completion: Completion, call_id: Callable[[int], str]) -> list[ToolCall]:
-    """Return the calls in OpenAI's format. `call_id` returns the id of a call by its number."""
+    """Return the tool calls in OpenAI's format. `call_id` returns the id of the call with a given number."""
     calls: list[ToolCall] = []
     for number, call in enumerate(completion.tool_calls):
         function: Function = {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}

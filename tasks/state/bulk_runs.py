@@ -1,6 +1,6 @@
 """Store records of bulk runs in Redis, so that any process can list, watch and cancel runs.
 
-The command of a run writes its record.
+The command that executes a run writes the run's record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Batches:
         self._redis = redis
 
     def write(self, run_id: str, **fields: Any) -> None:
-        """Write fields of a run's record. The time is also written, to show that the run's command is alive."""
+        """Write fields of a run's record, and the current time, which shows that the run's command is alive."""
         now = redis_time(self._redis)
         values: Any = {name: "" if value is None else str(value) for name, value in fields.items()}
         with self._redis.pipeline() as pipe:
@@ -51,12 +51,12 @@ class Batches:
         return [_record(run_id, fields, seconds_of(now)) for run_id, fields in zip(ids, found, strict=True) if fields]
 
     def all(self, limit: int = 0) -> list[dict[str, Any]]:
-        """Return the records of up to `limit` runs, latest first. 0 returns all."""
+        """Return the records of up to `limit` runs, latest first. A `limit` of 0 returns all records."""
         ids: Any = self._redis.zrevrange(batches_key(), 0, limit - 1)
         return self._read(run_id.decode() for run_id in ids)
 
     def cancel(self, run_id: str) -> None:
-        """Cancel a run. The run's command ends it, or this call does if no command is working on it."""
+        """Request the cancellation of a run. If no command is working on the run, also set its state to cancelled."""
         self._redis.hset(batch_key(run_id), "cancel", "1")
         record = self.read(run_id)
         if record is not None and not record["alive"]:
@@ -68,7 +68,7 @@ class Batches:
         self._redis.zrem(batches_key(), run_id)
 
     def take_cancel(self, run_id: str) -> bool:
-        """Return whether a cancellation was requested since the last call."""
+        """Return whether the run's cancellation was requested since the last call of this method."""
         return bool(self._redis.hdel(batch_key(run_id), "cancel"))
 
 

@@ -1,7 +1,8 @@
 """Store the tokens of a `finish_key` in Redis, so that workers can continue contexts that other workers computed.
 
-A context is written with the end of its job, and kept for as long as results. It is stored under its key. A reader uses
-it only if its tokens have this key in the reader's scope (attempt/engine_request.py), so keys don't work across scopes.
+A context is written together with its job's last event, and is kept for as long as results. The context is stored under
+its key. A reader uses the context only if the context's tokens have this key in the reader's scope
+(attempt/engine_request.py), so keys don't work across scopes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class KeptContext:
 
 
 def pack(context: KeptContext) -> bytes:
-    """Return a context as the value to store in Redis."""
+    """Serialize a context into the value to store in Redis."""
     tokens = _bytes_of(context.tokens)
     if len(tokens) < MIN_COMPRESSED_BYTES:
         return _header(context, PLAIN) + tokens
@@ -48,9 +49,9 @@ def pack(context: KeptContext) -> bytes:
 
 
 def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
-    """Return the value to store for a context that shares its first `num_shared` tokens with the context `first`.
+    """Return the value to store for a context that starts with the first `num_shared` tokens of the context `first`.
 
-    The other context is stored together with this context.
+    The value contains only a reference to these tokens, so both contexts must be stored together.
     """
     return (
         _header(context, CONTINUED)
@@ -62,8 +63,8 @@ def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
 def read_context(redis: Redis, key: str, model: str, ttl_s: int) -> KeptContext | None:
     """Return the context of a key, and set its expiry to `ttl_s` seconds from now.
 
-    `model` is the model of the reader. If the context was computed with another model, its `model` is "". Return None
-    if there is no context, or if its value is malformed.
+    `model` is the reader's model. If another model computed the context, the `model` of the returned context is "".
+    Return None if the key has no context, or if the stored value is malformed.
     """
     found = _read(redis, key, ttl_s)
     if found is None:

@@ -20,7 +20,7 @@ LIMIT = "\0"  # first character of a field of `terms_key` with a limit
 
 
 def set_weight(redis: Redis, key: str, weight: float | None) -> None:
-    """Set the weight of a fairness key for all workers, or restore the weight from the settings if it is None."""
+    """Set a fairness key's weight for all workers. If `weight` is None, restore the weight from the settings."""
     if weight is None:
         redis.hdel(terms_key(), key)
     else:
@@ -35,9 +35,9 @@ def weights(redis: Redis) -> dict[str, float]:
 
 
 def set_limit(redis: Redis, name: str, limit: int | None) -> None:
-    """Set how many jobs with a name (`limit_name`) the workers may hold at the same time.
+    """Set how many jobs with this name (`limit_name`) all workers together may hold at the same time.
 
-    0 means unlimited, and None restores the limit from the settings.
+    A limit of 0 means unlimited, and None restores the limit from the settings.
     """
     run_script(redis, "set_limit", [], [name, "" if limit is None else limit, min(limit or MAX_TICKETS, MAX_TICKETS)])
 

@@ -69,7 +69,7 @@ class Provenance:
 
     @property
     def choice(self) -> Choice:
-        """The adapters of a request that does not choose adapters itself."""
+        """The adapters that apply to a request that does not choose adapters itself, with their scales."""
         return tuple((name, scale) for name, _, scale in self.adapters if scale)
 
     @property
@@ -94,8 +94,8 @@ def provenance_of_event(event: StartedEvent) -> Provenance | None:
 def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Provenance:
     """Return the provenance of a request with these adapters. If `choice` is None, the model's defaults apply.
 
-    An adapter that is not loaded is omitted, because the engine refuses the request that names it. `also` contains the
-    names of adapters that only some lines choose.
+    Adapters that are not loaded are omitted, because the engine refuses requests that name such adapters. `also`
+    contains the names of adapters that only some lines of a bulk run choose.
     """
     infos = _ready(model)
     chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
@@ -111,8 +111,8 @@ def _ready(model: Model) -> list[AdapterInfo]:
 def may_be_served(workers: Iterable[WorkerEntry], model_id: str, required: Provenance) -> bool:
     """Return whether a worker can continue the job.
 
-    This is the case if it has the required model and adapters, had them when it stopped, or is loading a model with
-    this id.
+    A worker can continue the job if it has the required model and adapters, had them when it stopped, or is loading a
+    model with this id.
     """
     entries = [e for worker in workers if required.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
@@ -149,7 +149,7 @@ def grammar_changed(begun: Provenance, installed: str) -> JobFailed:
 
 @dataclass(slots=True)
 class Output:
-    """The output of one completion so far. `logprobs` are in the format of events."""
+    """The output of one completion so far. `logprobs` have the same format as in events."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # without reasoning
@@ -169,7 +169,7 @@ class Past:
     lines: set[int] = field(default_factory=set)  # the lines of a chunk that have ended
 
     def add(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the job's next event to the summary."""
         self.trimmed |= event["seq"] != self.next_seq
         self.next_seq = event["seq"] + 1
         if event["type"] == "started":
@@ -198,7 +198,7 @@ class Past:
 
     @property
     def usage(self) -> Usage:
-        """Return the usage of the tokens that earlier attempts have generated."""
+        """Return the job's usage so far, which counts the tokens that earlier attempts generated."""
         return usage_of(completion_tokens=self.num_tokens)
 
     @property
@@ -234,8 +234,8 @@ class Earlier:
 def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
     """Parse the earlier attempts in the reply of the script `begin`, oldest first.
 
-    The reply contains the previous attempt and, if that attempt was lost, the earlier attempts that it would have
-    reported.
+    The reply contains the previous attempt. If the previous attempt was lost, it could not report the attempts before
+    it, so the reply contains these attempts as well.
     """
     attempts = []
     for line in text.decode().splitlines():

@@ -1,8 +1,8 @@
 """List the jobs that have not ended, and find jobs in any state.
 
-`open_jobs` reads running and waiting jobs. `find_jobs` filters these jobs, and the MAX_ENDED jobs that ended last. A
-script filters the jobs in Redis. It takes about 50 ms for 10,000 jobs, and runs in parts, between which Redis executes
-other commands.
+`open_jobs` reads running and waiting jobs. `find_jobs` searches these jobs and the MAX_ENDED jobs that ended most
+recently. A script filters the jobs in Redis, which takes about 50 ms for 10,000 jobs. The script runs in parts, so that
+Redis can execute other commands in between.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ NUM_VALUES = 10  # that the script returns for each job
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """The jobs to find. An empty text matches all jobs.
+    """A filter for jobs. An empty string matches all jobs.
 
-    `state` is one of FILTER_STATES, `model` an id, `kind` the name of a task without `cellama.`, and `text` a part of
-    the id. `tenant` restricts the search to jobs that the tenant's requests created. None means all jobs.
+    `state` is one of FILTER_STATES, `model` is a model id, `kind` is the name of a task without `cellama.`, and `text`
+    is a part of the job id. `tenant` restricts the search to jobs that this tenant's requests created. If `tenant` is
+    None, jobs of all tenants match.
     """
 
     state: str = ""
@@ -123,7 +124,7 @@ class FoundJobs:
 
 @dataclass(frozen=True, slots=True)
 class _JobSet:
-    """A sorted set of jobs, and how its scores are read."""
+    """A sorted set of jobs, the order in which to read the set, and the state of its jobs."""
 
     key: str
     order: Literal["rising", "falling"]
@@ -133,8 +134,8 @@ class _JobSet:
 async def find_jobs(redis: AsyncRedis, wanted: JobFilter, limit: int, after: str = "") -> FoundJobs:
     """Return up to `limit` jobs: running jobs, then waiting jobs in queue order, then ended jobs, latest first.
 
-    `after` is the position of a page. A page may contain fewer jobs, or no jobs, although more jobs follow. Raises
-    RedisError, and InvalidJob for an invalid position.
+    `after` is the position at which the page starts. A page may contain fewer than `limit` jobs, or no jobs, although
+    more pages follow. Raises RedisError, and InvalidJob for an invalid position.
     """
     sets = await _sets(redis, wanted)
     index, rank = _position(after)
@@ -176,7 +177,7 @@ async def _sets(redis: AsyncRedis, wanted: JobFilter) -> list[_JobSet]:
 
 
 def _position(after: str) -> tuple[int, int]:
-    """Return the index of the set and the rank in it at which a page starts. Raises InvalidJob."""
+    """Return where a page starts: the index of a sorted set, and a rank within this set. Raises InvalidJob."""
     if not after:
         return 0, 0
     index, _, rank = after.partition(".")

@@ -1,4 +1,4 @@
-"""Read Redis' data about one job: its entry in the ledger, its attempts, its output so far, and its parameters."""
+"""Read what Redis stores about one job: its ledger entry, its attempts, its output so far, and its parameters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class JobRecord:
 
 @dataclass(slots=True)
 class JobOutput:
-    """The output of a job up to an event: text and reasoning of each completion.
+    """The output of a job up to its event `last_seq`: the text and the reasoning of each completion.
 
     `last_seq` is -1 if there are no events.
     """
@@ -115,7 +115,7 @@ async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
 
 
 def _state(state: str, started_at: float | None, end: Mapping[str, Any] | None) -> FoundState:
-    """Return the state. A job that a worker holds waits until it gets a slot."""
+    """Return the job's state. A job that a worker holds counts as waiting until the job gets a slot."""
     if state != "done":
         return "waiting" if started_at is None else "running"
     if end is None or end["type"] == "error":
@@ -139,7 +139,7 @@ def _name(worker: str) -> str:
 
 
 def _parameters(message: bytes | None) -> Mapping[str, Any] | None:
-    """Return the parameters in a message of the queue, or None if it is malformed or compressed."""
+    """Return the parameters in a queued message, or None if the message is malformed or compressed."""
     if not message:
         return None
     try:
@@ -150,7 +150,7 @@ def _parameters(message: bytes | None) -> Mapping[str, Any] | None:
 
 
 def _result(stored: bytes | None) -> Any:
-    """Return the result in Celery's JSON, or None if there is none."""
+    """Return the result from the JSON that Celery stored, or None if the job has no result."""
     try:
         value = json.loads(stored or b"null")
         return value["result"] if value and value["status"] == "SUCCESS" else None
@@ -159,7 +159,10 @@ def _result(stored: bytes | None) -> Any:
 
 
 async def read_output(redis: Redis, job_id: str) -> JobOutput:
-    """Return the output of a job so far. Its journal is read in pages, so that other tasks run in between."""
+    """Return the output of a job so far.
+
+    The journal is read in pages, so that other asyncio tasks can run in between.
+    """
     output, after = JobOutput(), "-"
     while True:
         entries: Any = await redis.xrange(journal_key(job_id), min=after, count=EVENTS_PER_PAGE)

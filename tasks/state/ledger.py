@@ -76,7 +76,7 @@ class JobWork:
     """The amount of work that a job requests.
 
     `num_units` is the number of tokens for completions, and the number of texts for other jobs. The work consists of
-    `num_parts` parts that can be computed at the same time.
+    `num_parts` parts, which can be computed concurrently.
     """
 
     kind: str  # the name of the task without prefix, such as "generate"
@@ -86,7 +86,7 @@ class JobWork:
 
     @classmethod
     def of_kind(cls, sample_kind: str, num_units: int = 1, num_parts: int = 1) -> JobWork:
-        """Return the work of a job with this `sample_kind`."""
+        """Create the work of a job from a `sample_kind`, such as "generate" or "generate!"."""
         return cls(sample_kind.rstrip("!"), num_units, num_parts, is_exact=sample_kind.endswith("!"))
 
     @property
@@ -96,17 +96,17 @@ class JobWork:
 
     @property
     def sample_kind(self) -> str:
-        """Return the kind as it appears in sample keys and in the ledger. An exclamation mark denotes exact work."""
+        """Return the kind as written in sample keys and in the ledger. A trailing "!" means that `is_exact` is true."""
         return f"{self.kind}!" if self.is_exact else self.kind
 
     @property
     def text(self) -> str:
-        """Return the work as it is written in the ledger."""
+        """Return the work in the format that the ledger stores."""
         return f"{self.sample_kind} {self.num_units} {self.num_parts}"
 
 
 def work_of_text(text: str) -> JobWork:
-    """Parse the work from the ledger's text. Malformed text yields the work of a `generate` job with defaults."""
+    """Parse the work that the ledger stores. A malformed text yields the work of a `generate` job with defaults."""
     try:
         kind, num_units, num_parts = text.split()
         return JobWork.of_kind(kind, max(1, int(num_units)), max(1, int(num_parts)))
@@ -156,7 +156,7 @@ def _tenant_in(params: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCall:
-    """A call of a task with its settled queue, priority and timeout."""
+    """A task call whose queue, priority and timeout have been settled."""
 
     task: str
     args: list[Any] = field(default_factory=list)
@@ -180,9 +180,9 @@ class TaskCall:
 
     @property
     def fairness_key(self) -> str:
-        """Return the key by which workers are shared between waiting jobs.
+        """Return the fairness key, by which waiting jobs share the workers.
 
-        It is the key that the call sets, or else the tenant, or else the setting `default_fairness_key`.
+        The fairness key is the key that the call sets, or else the tenant, or else the setting `default_fairness_key`.
         """
         if self.given_fairness_key is not None:
             return self.given_fairness_key
@@ -190,11 +190,11 @@ class TaskCall:
 
     @property
     def prefixes(self) -> str:
-        """Return hashes of the prompt's prefixes, or "" if the prompt is short or the setting `affinity` is off."""
+        """Return the hashes of the prompt's prefixes, or "" if the prompt is short or the setting `affinity` is off."""
         return prefixes_of(self.task, self.queue, self.args, self.kwargs) if get_settings().affinity else ""
 
     def digest(self, positional: Sequence[str]) -> str:
-        """Return a digest of the parameters. It does not depend on whether they are passed by position or by name."""
+        """Return a digest of the parameters, which is the same whether parameters are passed by position or by name."""
         free = free_of(KINDS[self.task].payload, positional, self.kwargs)
         names = free if len(self.args) <= len(free) else positional
         parameters = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
@@ -205,7 +205,7 @@ class TaskCall:
 class Message:
     """The message of a job in kombu's format: the key of its list, its text, and Celery's events as (topic, event).
 
-    If a job is queued again, its message has the same text.
+    A job that is queued again keeps the text of its message.
     """
 
     key: str
@@ -217,7 +217,7 @@ class Message:
 class Submission:
     """A job to record in the ledger and to queue.
 
-    A job with a `digest` of its parameters is idempotent. Its entry is kept for as long as its result.
+    A job with a `digest` of its parameters is idempotent, and its entry is kept for as long as its result.
     """
 
     job_id: str
@@ -227,7 +227,7 @@ class Submission:
 
     @property
     def num_bytes(self) -> int:
-        """Return the approximate number of bytes to send to Redis."""
+        """Return the approximate number of bytes that submitting the job sends to Redis."""
         return 2 * len(self.message.payload)
 
 
@@ -268,7 +268,10 @@ def arguments_of_ahead(job_id: str) -> tuple[list[str], list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A message that a worker has taken. Its token proves this to the ledger, and is empty if the job has no entry."""
+    """A message that a worker has taken. The token proves that the worker holds the message.
+
+    The token is empty if the job has no entry.
+    """
 
     job_id: str
     token: str
@@ -277,7 +280,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A message that was taken. `key` is the key of its list."""
+    """A taken message, and the key of the list that it was taken from."""
 
     key: str
     payload: bytes  # empty if it is the ticket itself
@@ -286,7 +289,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCache:
-    """The prefix cache of a worker, which prefers jobs whose prefix it holds (docs/affinity.md)."""
+    """The prefix cache of a worker. The worker prefers jobs whose prefixes are in its cache (docs/affinity.md)."""
 
     worker: str  # the name of its process
     bytes: float  # size, in bytes of prompts
@@ -294,17 +297,17 @@ class WorkerCache:
 
 
 class JobsLeft(Exception):
-    """Other workers hold the prefixes of the next jobs in the list, so this worker must leave the list to them."""
+    """Other workers hold the prefixes of a list's next jobs, so this worker must leave the list to those workers."""
 
     def __init__(self, wait_s: float) -> None:
-        """Leave the list for `wait_s` seconds."""
+        """Create the error. The worker must leave the list for `wait_s` seconds."""
         super().__init__(f"leave the list to other workers for {wait_s:g} s")
         self.wait_s = wait_s
 
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """The result of one page of a purge. `others` are messages whose jobs must be ended individually."""
+    """The result of one page of a purge. `others` contains messages whose jobs must be ended individually."""
 
     num_messages: int
     num_ended: int
@@ -321,7 +324,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class CeleryState:
-    """A state of a job in the JSON that Celery stores. The state never expires if `expires_s` is None."""
+    """A job's state as the JSON that Celery stores. The state never expires if `expires_s` is None."""
 
     value: bytes
     expires_s: int | None
@@ -332,7 +335,7 @@ class Attempt:
     """One attempt at a job.
 
     `run` is the fencing token, because Redis can assign the same `number` twice after it has lost its last writes.
-    `num_failures` counts this attempt and the attempts before it without a token.
+    `num_failures` is the number of consecutive attempts without a token, including this attempt.
     """
 
     job_id: str
@@ -377,9 +380,9 @@ class DeadJob(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An event to write.
+    """An event to write to a job's stream.
 
-    Without a `run`, it doesn't belong to an attempt, and is written only while no attempt is running.
+    An event without a `run` belongs to no attempt, and is written only while no attempt is running.
 
     Raises ValueError, TypeError or RecursionError if the event can't be written, so that the content of an event never
     makes `Ledger.write` fail.
@@ -419,7 +422,7 @@ class Entry:
 
     @property
     def values(self) -> list[Any]:
-        """Return the arguments for the script `write`."""
+        """Return the arguments that describe this entry to the script `write`."""
         values = [self.job_id, self.run or "", self.event_class, self.event["seq"]]
         values.append(self.event_json.partition(b",")[2])  # the script adds the seq
         if self.event_class == "terminal":
@@ -487,8 +490,8 @@ class Ledger:
         """Record jobs and queue their messages in one step.
 
         For each job, return 1 if it is new, 0 if it exists, or -1 if it exists with another digest. `num_following` is
-        the number of jobs of the same request in later calls, which must be placed after the jobs of this call. Raises
-        ResponseError with OVERLIMIT if jobs are rejected. In this case, no job is queued.
+        the number of jobs that later calls will submit for the same request. These jobs must be placed after the jobs
+        of this call. Raises ResponseError with OVERLIMIT if jobs are rejected. In this case, no job is queued.
         """
         if not jobs:
             return []
@@ -501,7 +504,7 @@ class Ledger:
     def send(self, jobs: Sequence[Submission], num_following: int) -> SentScript:
         """Start `submit` without waiting.
 
-        The reply contains the result of `submit`, and how many subscribers received an event.
+        The script's reply contains the return value of `submit`, and the number of subscribers that received an event.
         """
         return SentScript(self._redis, "submit", *self._submission(jobs, num_following))
 
@@ -544,15 +547,16 @@ class Ledger:
         token: str | None = None,
         is_repeated: bool = False,
     ) -> list[Fetched]:
-        """Hold the job that a ticket stands for, and a page of further jobs within the `limits`, for `lease_s`.
+        """Lease the job that a ticket stands for, and a page of further jobs within `limits`, for `lease_s` seconds.
 
-        The ticket is one of cellama's messages, with this job id, and was popped from the list `key`. The first job is
-        the next job in this list. If no job can be taken, the list has no job for this ticket. If the ticket's own job
-        has no entry, the ticket stands for itself, and the token is empty. If the first call may not have reached
-        Redis, repeat it with the same `token` and `is_repeated`.
+        The ticket is a cellama message with the id `ticket_id`, which was popped from the list `key`. The first job in
+        the result is the next job in this list. The result is empty if the list has no job for this ticket. If the
+        ticket's own job has no ledger entry, the result contains the ticket's message with an empty token. If the first
+        call may not have reached Redis, repeat it with the same `token` and `is_repeated`.
 
         A worker with a `cache` gets jobs whose prefixes it holds, among the first jobs of the tenant whose turn it is.
-        Raises JobsLeft if it must leave these jobs to other workers. In this case, the ticket is back in the list.
+        Raises JobsLeft if the worker must leave these jobs to other workers. In this case, the ticket is returned to
+        the list.
         """
         token = token or new_run()
         keys, args = [key], [ticket_id, token, int(is_repeated), lease_s, PAGE_PART, PAGE_MESSAGE_BYTES, self._terms]
@@ -571,7 +575,10 @@ class Ledger:
         return fetched
 
     def keep_cache(self, worker: str) -> None:
-        """Keep the record of a worker's cache for CACHE_TTL_S. Without this call, other workers ignore the cache."""
+        """Keep the record of a worker's cache for another CACHE_TTL_S seconds.
+
+        Once the record expires, other workers ignore the cache.
+        """
         self._redis.expire(held_prefixes_key(worker), CACHE_TTL_S)
 
     def forget_cache(self, worker: str) -> None:
@@ -596,14 +603,15 @@ class Ledger:
         run_script(self._redis, "requeue", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """Keep a message away from all workers for `seconds`. Then `restore` returns it to its queue."""
+        """Withhold a message from all workers for `seconds`. Afterwards, `restore` returns the message to its queue."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
-        """Return messages to their queues if their lease has expired, or if their ETA has passed.
+        """Return messages to their queues if their leases have expired or their ETAs have passed.
 
-        If no worker has called this method for a third of a lease, leases are extended by half a lease instead, because
-        workers may have been unable to renew them. Return the number of expired leases.
+        If no worker has called this method for a third of the lease duration, workers may have been unable to renew
+        their leases. In this case, the method extends all leases by half their duration instead. Return the number of
+        expired leases.
         """
         num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
         total = 0
@@ -624,12 +632,13 @@ class Ledger:
         alone: bool = False,
         started: CeleryState | None = None,
     ) -> Attempt:
-        """Start an attempt of this worker at a job, and return it with a verdict (`Verdict`).
+        """Start an attempt at a job on this worker. Return the attempt, whose `verdict` says what the worker must do.
 
-        `run` identifies the attempt, so the call can be repeated. `token` is the token of the message, because only its
-        holder may start the job. If it is None, this check is skipped. If the last attempt neither generated a token
-        nor ended the job, it may have crashed its worker. Then the verdict is "suspect", unless this attempt runs
-        `alone`. `started` is stored for Celery if the attempt starts.
+        `run` identifies the attempt, so the call can be repeated. `token` must be the message's current token, because
+        only the worker that holds the message may start the job. If `token` is None, this check is skipped. If the last
+        attempt neither generated a token nor ended the job, it may have crashed its worker. The verdict is then
+        "suspect", unless this attempt runs `alone`. If the attempt starts, `started` is stored as Celery's state of the
+        job.
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
@@ -657,9 +666,9 @@ class Ledger:
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Write events to the journals of their jobs and publish them, in order.
 
-        Return two sets of indices, which identify the events that were not written. The first set contains the events
-        of superseded attempts. The second set contains the events that would follow a gap in the stream, because Redis
-        has lost earlier events.
+        Return two sets of indices of entries whose events were not written. The first set contains the events of
+        superseded attempts. The second set contains the events that would follow a gap in the stream, because Redis has
+        lost earlier events.
         """
         args: list[Any] = [*self._write_options]
         for entry in entries:
@@ -668,13 +677,13 @@ class Ledger:
         return set(superseded), set(gaps)
 
     def end_unknown(self, job_id: str, event: TerminalEvent) -> None:
-        """End the stream of a job that is not in the ledger with this event, unless the stream has ended."""
+        """Write the last event of a job that is not in the ledger, unless the job's stream has already ended."""
         data = encode(numbered(event, 0)).partition(b",")[2]  # the script adds the seq
         args = [EVENT_FIELD, self._event_ttl_s, events_channel(job_id, self._database), data]
         run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
 
     def hand_back(self, attempt: Attempt) -> None:
-        """End an attempt so that another worker continues the job. It does not count as a failure."""
+        """End an attempt so that another worker continues the job. The attempt does not count as a failure."""
         run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
@@ -687,14 +696,17 @@ class Ledger:
         run_script(self._redis, "settle", [job_key(job_id)], [job_id])
 
     def add_tickets(self, key: str, max_tickets: int) -> int:
-        """Push up to `max_tickets` tickets that the list `key` already lacked at the last call. Return their number."""
+        """Push up to `max_tickets` tickets that the list `key` lacked at the last call and still lacks.
+
+        Return the number of pushed tickets.
+        """
         num_tickets: int = run_script(self._redis, "add_tickets", [key], [max_tickets, self._terms])
         return num_tickets
 
     def claim_due(self, max_jobs: int, seconds: float) -> list[tuple[str, str]]:
-        """Claim up to `max_jobs` jobs that are due. No other reaper gets these jobs for `seconds`.
+        """Claim up to `max_jobs` due jobs, which other reapers then can't claim for `seconds`.
 
-        Return pairs of a job's id and its state. The state is "held" if the job has ended and a worker holds its
+        Return the id and the state of each claimed job. The state is "held" if the job has ended and a worker holds its
         message.
         """
         found: Any = run_script(self._redis, "claim_due", [], [max_jobs, seconds])
@@ -716,13 +728,13 @@ class Ledger:
         return Purged(num_messages, num_ended, others)
 
     def keep_journal(self, job_id: str) -> None:
-        """Keep the events of an ended job for as long as results."""
+        """Extend the lifetime of an ended job's events to the lifetime of results."""
         self._redis.expire(journal_key(job_id), self._result_ttl_s)
 
     # For clients
 
     def ahead(self, job_id: str) -> JobsAhead | None:
-        """Return the jobs that get a slot before this job, or None if it is not waiting.
+        """Return the jobs that get a slot before this job, or None if this job is not waiting.
 
         The result is an estimate if jobs with several fairness keys are waiting.
         """
@@ -791,5 +803,5 @@ def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending:
 
 
 def new_run() -> str:
-    """Return a new unique token, for an attempt or for taking a message."""
+    """Return a new unique token, which identifies an attempt or the taking of a message."""
     return os.urandom(16).hex()

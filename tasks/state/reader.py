@@ -34,9 +34,9 @@ COMPARED_FIELDS = ("type", "index", "tokens", "text", "line", "result")  # these
 
 @dataclass(frozen=True, slots=True)
 class JournalPage:
-    """The data of a job in Redis, read in the order of these fields.
+    """A job's data in Redis. The fields are read from Redis in the order in which they are declared.
 
-    Because of this order, the page and the pages after it contain all events if the state is `done`.
+    Because `state` is read first, a page with the state `done` and the pages after it contain all of the job's events.
     """
 
     state: str | None  # from the ledger; None if the job has no entry
@@ -70,7 +70,7 @@ def request_page(pipe: Any, job_id: str, start: str) -> None:
 
 
 def page_of(replies: Sequence[Any]) -> JournalPage:
-    """Return the page in these replies to the commands of `request_page`."""
+    """Build the page from the replies to the commands that `request_page` added."""
     (state, num_events), last, entries = replies
     return JournalPage(
         None if state is None else state.decode(),
@@ -88,7 +88,7 @@ class EventCursor:
     """
 
     def __init__(self, job_id: str, after: int = -1) -> None:
-        """Start after the event with the seq `after`. Raises InvalidJob."""
+        """Create a cursor that starts after the event with the seq `after`. Raises InvalidJob."""
         if isinstance(after, bool) or not isinstance(after, int) or not -1 <= after < MAX_AFTER:
             raise InvalidJob(
                 f"after: {after!r} is not the seq of an event; pass the `seq` of the last event that you have "
@@ -102,7 +102,7 @@ class EventCursor:
         self._checksums = array("L")  # checksums of all events from `_first` on
 
     def reconnected(self) -> None:
-        """Compare the journal with the returned events, because Redis may have failed over or lost events."""
+        """Schedule a comparison of the journal with the returned events, because Redis may have lost events."""
         self.needs_journal, self._next_read = True, self._first
 
     def from_page(self, page: JournalPage) -> list[Event]:
@@ -140,7 +140,10 @@ class EventCursor:
         )
 
     def from_message(self, message: Any) -> list[Event]:
-        """Return the event of a pub/sub message if it is the next event. Otherwise, request the journal."""
+        """Return the event in a pub/sub message if it is the next event.
+
+        If events are missing, set `needs_journal`.
+        """
         if message is None:
             self.needs_journal = True
         elif message["type"] == "subscribe":  # the connection was lost
@@ -150,7 +153,7 @@ class EventCursor:
         return []
 
     def from_published(self, data: bytes) -> list[Event]:
-        """Return a published event if it is the next event. Otherwise, request the journal."""
+        """Return a published event if it is the next event. If events are missing, set `needs_journal`."""
         event: Event = json.loads(data.decode())  # for bytes, json would detect the encoding first
         self._compare(event)
         if event["seq"] == self.last_seq + 1 == self._next_read:
@@ -164,7 +167,7 @@ class EventCursor:
 
     @property
     def journal_start(self) -> str:
-        """Return the id of the journal entry to read from."""
+        """Return the id of the journal entry at which the next read starts."""
         return stream_id(self._next_read)
 
     def _compare(self, event: Event) -> None:
@@ -193,7 +196,7 @@ def _parse_entry(entry: Any) -> Event:
 
 
 def _checksum(event: Event) -> int:
-    """Return a checksum of the fields that readers rely on, without the worker and the timings."""
+    """Return a checksum of the event fields that readers rely on, which excludes the worker and the timings."""
     return zlib.crc32(repr([event.get(name) for name in COMPARED_FIELDS]).encode())
 
 
@@ -226,13 +229,13 @@ class ReadTimer:
         self._quiet_s, self._read_at = QUIET_S, now + QUIET_S
 
     def journal_read(self, is_known: bool) -> None:
-        """Record whether Redis has data about the job. If a known job is missing, it has GONE_S to reappear."""
+        """Record whether Redis has data about the job. A known job may be missing for up to GONE_S seconds."""
         if self._is_known and not is_known:
             self._unknown_at = time.monotonic() + GONE_S
         self._is_known = is_known
 
     def wait_s(self) -> float:
-        """Return how many seconds to wait now. Raises JobTimeout or UnknownJob."""
+        """Return how many seconds to wait for the next message. Raises JobTimeout or UnknownJob."""
         now = time.monotonic()
         if not self._is_known and now >= self._unknown_at:
             raise UnknownJob(_unknown(self._job_id))
@@ -245,7 +248,7 @@ class ReadTimer:
         return max(0.0, min(self._read_at - now, remaining_s, self._ping_at - now))
 
     def take_journal_turn(self) -> bool:
-        """Return True if it is time to read the journal after a wait without a message, and schedule the next time."""
+        """Return True if the journal must be read because no message has arrived, and schedule the next read."""
         now = time.monotonic()
         if now < self._read_at:
             return False

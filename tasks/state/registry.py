@@ -128,7 +128,10 @@ class Registration:
         wanted: Callable[[], list[WantedThing]] = list,
         evicted: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """Prepare the registration. `failures`, `wanted` and `evicted` return the fields of the same names."""
+        """Prepare the registration.
+
+        `failures`, `wanted` and `evicted` return the values of the entry's fields of these names.
+        """
         self._redis = redis
         self._worker = worker
         self._manager = manager
@@ -155,7 +158,7 @@ class Registration:
         self._loop.close(HEARTBEAT_S)
 
     def beat_now(self) -> None:
-        """Update the entry now, because something has changed."""
+        """Update the entry now instead of with the next heartbeat."""
         self._loop.wake()
 
     def _mark_as_ended(self) -> None:
@@ -165,7 +168,7 @@ class Registration:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
             self._redis.hset(workers_key(), self._worker, json.dumps(asdict(ended)))
         except RedisError as error:
-            log.warning("worker not marked as stopped", detail=f"{error}; its entry remains until it is stale")
+            log.warning("worker not marked as stopped", detail=f"{error}; the worker's entry remains until it is stale")
 
     def _beat_and_run_tasks(self) -> None:
         """Send a heartbeat and run the periodic tasks. A failure of one task does not affect the others."""
@@ -226,7 +229,10 @@ def _last_cache_hit(model: Model) -> CacheHit | None:
 
 
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
-    """Return a model and the states of its parts. While it is loading, most fields except its source are missing."""
+    """Return the state of a model, its engine, its embedder and its reranker.
+
+    Most fields are missing during loading.
+    """
     capabilities, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
     status = "stopped" if dead else entry.status  # the process will exit soon

@@ -1,19 +1,20 @@
-"""Find the contexts of earlier replies by the conversation that a client sends back.
+"""Find the contexts of earlier replies from the conversation that a client sends back.
 
 A stateless client sends each reply back in its own format: the reasoning is missing, and the arguments of tool calls
-have been parsed and serialized again. So the chat template would render different tokens from those the model
-generated. At the end of a chat, its worker therefore stores the `finish_key` of the context under a digest of the
+have been parsed and serialized again. So the chat template would render tokens that differ from the tokens that the
+model generated. When a chat ends, its worker therefore stores the `finish_key` of the context under a digest of the
 conversation. A later chat that continues the same conversation in the same cache scope continues this context
 (attempt/replay.py).
 
 The digest covers the meaning of each message. It ignores the reasoning, the whitespace around a reply, the ids of
 calls, and the order of keys and the spacing in their arguments. It also ignores arguments that are equal to the default
 in the schema of the tool, because Claude Code adds them to the calls that it sends back. The reasoning is stored
-separately: a client may omit it, but can't change it. Clients that join the reasoning and the text of a reply also
-find its context.
+separately: a client may omit it, but can't change it. The context is also found if a client joins a reply's reasoning
+and text.
 
-The messages of a chat with a `parent_key` follow a context. So that its reply is found when the whole conversation is
-sent later, the record of each context contains the digest of the conversation up to its end.
+In a chat with a `parent_key`, the messages continue a context. A later request may send the whole conversation instead.
+To find the reply in this case as well, the record of each context contains the digest of the conversation up to the end
+of this context.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LatestReply:
 
 @dataclass(frozen=True, slots=True)
 class ParentTurn:
-    """The conversation up to the end of a context, for the messages that follow it in a job with a `parent_key`."""
+    """The conversation up to the end of a context, which the messages of a job with this `parent_key` continue."""
 
     setup: bytes  # digest of the conditions, options and tools
     state: bytes  # digest of the setup and of all messages
@@ -79,7 +80,7 @@ class ParentTurn:
 
 
 def parent_turn(redis: Redis, key: str) -> ParentTurn | None:
-    """Return the conversation that ends with the context of a finish_key, or None if it has no record."""
+    """Return the conversation that ends with the context of a finish_key, or None if no record of it is stored."""
     value: Any = redis.get(turn_key(key))
     if not value:
         return None
@@ -99,7 +100,7 @@ def parent_turn(redis: Redis, key: str) -> ParentTurn | None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The stored replies of a conversation, by the number of messages up to and including each reply."""
+    """The stored replies of a conversation, keyed by the number of messages up to and including each reply."""
 
     replies: Mapping[int, StoredReply]
     latest: LatestReply | None = None
@@ -121,8 +122,8 @@ class Conversation:
         """Compute the digests.
 
         `conditions` contains everything else that contexts must have in common, such as the cache scope and the model.
-        `options` and `tools` are the variables that the chat template receives. The messages follow
-        those of `parent`.
+        `options` and `tools` are the variables that the chat template receives. `messages` continue the conversation of
+        `parent`.
         """
         self._parent = parent
         self._defaults = _defaults_of(tools)
@@ -226,9 +227,9 @@ class Conversation:
         return list(records.items())
 
     def change_since(self, latest: LatestReply | None) -> tuple[ReplayCause, int | None]:
-        """Return why the latest context of this conversation can't be continued, and the index of the message.
+        """Return why the latest context can't be continued, and the index of the first changed message, if any.
 
-        If nothing in the messages explains it, the record of the reply has expired.
+        If options, tools and messages are all unchanged, the reason is that the record of the reply has expired.
         """
         if latest is None:
             return "unknown", None
@@ -241,7 +242,7 @@ class Conversation:
         return "expired", None
 
     def _line_of(self, message: Mapping[str, Any]) -> bytes:
-        """Return the digest of a message's meaning. Number the calls of a reply."""
+        """Return the digest of a message's meaning. If the message is a reply, also number its tool calls."""
         if message["role"] == "assistant":
             self._calls |= self._numbers_of(message)
             self._num_calls += len(message.get("tool_calls") or ())
@@ -259,7 +260,7 @@ class Conversation:
         return _digest_of(["assistant", _text_of(reply), calls])
 
     def _numbers_of(self, reply: Mapping[str, Any]) -> dict[str, int]:
-        """Return the numbers of a reply's calls in the conversation, by their ids."""
+        """Return the numbers of a reply's tool calls within the conversation, keyed by call id."""
         calls = enumerate(reply.get("tool_calls") or (), self._num_calls)
         return {str(call["id"]): number for number, call in calls if call.get("id") is not None}
 
@@ -320,7 +321,7 @@ def _defaults_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, byte
 
 
 def _without(defaults: Mapping[str, bytes], arguments: Any) -> Any:
-    """Return arguments, omitting arguments that are equal to their defaults."""
+    """Return the arguments of a call without arguments that are equal to their defaults."""
     if not defaults or not isinstance(arguments, dict):
         return arguments
     return {name: value for name, value in arguments.items() if defaults.get(name) != _digest_of(value)}

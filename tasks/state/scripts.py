@@ -70,7 +70,7 @@ def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]
 
 
 class SentScript:
-    """A script that Redis runs while its caller does something else. Not thread-safe.
+    """A script that Redis runs while the caller does something else. Not thread-safe.
 
     The script is run a second time if the connection fails, so it must be idempotent.
     """
@@ -111,7 +111,7 @@ class SentScript:
 
 
 def sha(name: str) -> str:
-    """Return the digest that Redis uses to identify a script that it has already run."""
+    """Return the digest by which Redis identifies a script that it has already run."""
     return str(_script(name).sha)
 
 
@@ -121,7 +121,7 @@ def _script(name: str) -> Script:
 
 @functools.cache
 def _script_with(name: str, prefix: str) -> Script:
-    """Return the script. `prefix` only serves as the cache key, because the constants in the source contain it."""
+    """Return the script, cached by `prefix`, which is a part of the constants in the script's source."""
     return Script(None, source(name).encode())  # type: ignore[arg-type]  # each call passes its client
 
 
@@ -169,7 +169,7 @@ def _constants() -> dict[str, str | float]:
 
 
 def source(name: str) -> str:
-    """Return the source of a script: the part of ledger.lua after its mark, and the definitions that it uses.
+    """Return the source of a script: the part of ledger.lua after the script's mark, and the definitions that it uses.
 
     Redis runs the definitions again in each call, so unused definitions are omitted.
     """
@@ -194,7 +194,7 @@ def _parts() -> tuple[list[tuple[str, str]], dict[str, str]]:
 
 @dataclass(eq=False, slots=True)
 class ScriptCall:
-    """A script call that a thread is waiting for, with its reply or error once it has ended."""
+    """A script call that a thread is waiting for. It holds the reply or the error once the script has ended."""
 
     name: str
     keys: Sequence[str]

@@ -1,6 +1,6 @@
-"""Count the jobs and the recent service of each tenant, to be displayed (docs/fair-share.md).
+"""Count the jobs and the recent service of each tenant for display (docs/fair-share.md).
 
-Workers add the cost of each job that ends to the current period. A period is a sorted set of fairness keys.
+When a job ends, its worker adds the job's cost to the current period. A period is a sorted set of fairness keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_RUNNING = 2_000  # running jobs that are counted, those of several hundred w
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """The jobs and the service of a fairness key, without the keys below it."""
+    """The jobs and the service of a fairness key, excluding the keys below it."""
 
     key: str  # fairness key; empty for jobs without a key
     weight: float  # weight among the keys below the same parent
@@ -62,7 +62,10 @@ class ServiceWriter:
             self._unsaved[key] += tokens  # type: ignore[assignment]  # a Counter can have fractions
 
     def flush(self) -> None:
-        """Write the new costs. If this raises RedisError, they are lost, which only affects the displayed figures."""
+        """Write the new costs.
+
+        If this call raises RedisError, the costs are lost, which only affects the displayed figures.
+        """
         with self._lock:
             costs, self._unsaved = self._unsaved, Counter()
         if not costs:

@@ -80,7 +80,7 @@ def report_served(redis: Redis, queues: Collection[str]) -> None:
 
 
 def queues_of(workers: Iterable[WorkerEntry]) -> set[str]:
-    """Return the queues of the models that these workers have, or load, according to the registry."""
+    """Return the queues of the models that these workers have or are loading, according to the registry."""
     models: set[str] = set()
     for worker in workers:
         models |= {model["id"] for model in worker.models}
@@ -90,7 +90,7 @@ def queues_of(workers: Iterable[WorkerEntry]) -> set[str]:
 
 
 def model_hint(model: str, served: Collection[str]) -> str:
-    """Return the remedy for a model that none of the workers serves."""
+    """Return the remedy to suggest for a model that no worker serves."""
     close = difflib.get_close_matches(model, served, n=1)
     if not served:
         return "start a worker with `cellama up` or `cellama worker`"
@@ -134,7 +134,7 @@ class UnservedJobs:
         self._queues_read = queues_read
 
     def run_once(self) -> int:
-        """End unserved jobs, unless another worker searches in this period. Return the number of ended jobs."""
+        """End unserved jobs, unless another worker does so in this period. Return the number of ended jobs."""
         if not self._acquire_duty("unserved", self.period_s):
             return 0
         args = [MAX_GAP_LEASES * self.period_s]
@@ -149,7 +149,7 @@ class UnservedJobs:
         return sum(self._end_jobs(queue, now - self.timeout_s, workers) for queue in unserved)
 
     def _acquire_duty(self, duty: str, period_s: float) -> bool:
-        """Return whether this process performs a duty in this period."""
+        """Acquire the lock for a duty in this period, and return whether this process performs the duty."""
         lock_ms = max(1, int(period_s * 1e3 * LOCK_SHARE))
         return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=lock_ms))
 
@@ -171,7 +171,7 @@ class UnservedJobs:
             return 0
         event = events.error("unknown_model", self._reason(queue, workers))
         num_ended = sum(self.end(raw.decode(), event) for raw in found)
-        log.warning("unserved jobs ended", queue=queue, num_jobs=num_ended, detail=event["message"])
+        log.warning("jobs that no worker serves were ended", queue=queue, num_jobs=num_ended, detail=event["message"])
         return num_ended
 
     def _reason(self, queue: str, workers: Collection[WorkerEntry]) -> str:
@@ -185,7 +185,10 @@ class UnservedJobs:
         )
 
     def end(self, job_id: str, event: events.ErrorEvent) -> bool:
-        """End a job unless a worker is running it. If the end can't be stored now, the reaper stores it later."""
+        """End a job unless a worker is running it.
+
+        If Celery's result can't be stored now, the reaper stores it later.
+        """
         if not self._ledger.end_waiting(job_id, event):
             return False
         try:
@@ -194,11 +197,11 @@ class UnservedJobs:
         except RedisError:
             raise
         except Exception:  # for example because the user's own broker refuses an errback
-            log.exception("job not settled", job_id=job_id, detail="this step is retried later")
+            log.exception("job not settled", job_id=job_id, detail="the reaper will settle the job later")
         return True
 
     def end_of(self, job_id: str) -> events.ErrorEvent | None:
-        """Return the last event of a waiting job whose model no worker serves, or None if its timeout is not over."""
+        """Return the last event of a waiting job whose model no worker serves, or None if the job must not end yet."""
         fields: Any = self._redis.hmget(job_key(job_id), "state", "queue", "submitted_at", "delay")
         state, queue, submitted_at, delay = (value and value.decode() for value in fields)
         is_waiting = state in ("queued", "handed_back") and self._redis.zscore(leases_key(), job_id) is None
@@ -213,7 +216,7 @@ class UnservedJobs:
     # Messages of plain Celery
 
     def _adopt_strays(self, now: float, watched_since: float) -> None:
-        """Add strays whose timeout has passed to the ledger, and record when each other stray was detected."""
+        """Record when strays are detected, and add strays whose timeout has passed to the ledger."""
         strays = {
             stray.job_id: stray
             for queue in self._declared_queues()
@@ -247,7 +250,7 @@ class UnservedJobs:
     def _strays_in(self, queue: str) -> list[Stray]:
         """Return the strays among the oldest messages of a queue.
 
-        The list is empty if this worker may not read the queue, or if its keys are not lists.
+        Return an empty list if this worker may not read the queue, or if the queue's keys are not lists.
         """
         lists = {queue_key(queue, priority): priority for priority in PRIORITIES}
         try:
@@ -296,6 +299,6 @@ class UnservedWait:
                 self._jobs.end(job_id, ends[job_id])
             self._suspects = set(ends)
         except RedisError as error:
-            log.info("unserved jobs not checked", detail=f"{error}; the check is repeated")
+            log.info("unserved jobs not checked", detail=f"{error}; the check will be repeated")
             self._suspects = set()
         self._checked_at, self._next_at = now, time.monotonic() + self._jobs.period_s

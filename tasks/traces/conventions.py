@@ -33,7 +33,7 @@ USAGE = {  # attributes by field of a result's usage
 
 
 def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
-    """Return the attributes of a span for the message of a job, or for messages of several jobs if there is no id."""
+    """Return the span attributes for the message of one job, or for the messages of several jobs if there is no id."""
     attributes: dict[str, Any] = {
         "messaging.system": "celery",
         "messaging.destination.name": queue,
@@ -69,6 +69,6 @@ MAX_HEADER_CHARS = 512  # the length that the standard requires all implementati
 
 
 def carried(headers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers that carry the context of a trace, or an empty dict if it is missing or malformed."""
+    """Return the headers that carry the context of a trace, or an empty dict if the context is missing or malformed."""
     found = {name: headers[name] for name in NAMES if isinstance(headers.get(name), str)}
     return found if TRACEPARENT in found and all(len(text) <= MAX_HEADER_CHARS for text in found.values()) else {}

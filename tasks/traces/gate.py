@@ -39,8 +39,9 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Create a span that covers sending these jobs, and add its context to the headers of their messages.
 
     `options` contains Celery's options for each job, with `task_id` and `headers`. The parent of the span is the
-    context in the headers of the first job, or else the current span. If there is no current span, it is the job that
-    is running on this thread and sends its next task. If the setting `traces` is false, nothing is created.
+    context in the headers of the first job, or else the current span. If there is no current span, the parent is the
+    span of the job that is running on this thread and sends its next task. If the setting `traces` is false, nothing is
+    created.
     """
     traces = tracing() if options else None
     if traces is None:

@@ -31,7 +31,7 @@ CLOSE_S = 3.0  # seconds to export the remaining spans when a process exits, in 
 
 
 class SpanIds(IdGenerator):
-    """Derives the ids of attempts' spans from their runs, so that other processes can link to these spans."""
+    """Derives the span ids of attempts from the attempts' run ids, so that other processes can link to these spans."""
 
     def __init__(self, generator: IdGenerator) -> None:
         self._generator = generator
@@ -39,7 +39,7 @@ class SpanIds(IdGenerator):
 
     @contextlib.contextmanager
     def fixed(self, run: str, job_id: str) -> Iterator[None]:
-        """Within the block, use this run's id for spans of this thread, and the job's trace if they have no parent."""
+        """Within the block, derive this thread's span ids from `run`, and the ids of new traces from `job_id`."""
         self._fixed.ids = (run_span_id(run), int(hashlib.sha256(job_id.encode()).hexdigest()[:32], 16))
         try:
             yield

@@ -2,8 +2,8 @@
 
 Commands run on the worker's main thread. Each command returns immediately, and the worker's registry entry reports the
 result. A command that succeeds also changes the desired state (docs/adr/012-pools.md) of the worker's pool, so that the
-other workers follow. If `whole_pool` is false, it only changes the desired state of this worker. Only workers import
-this module.
+other workers follow. If `whole_pool` is false, the command only changes the desired state of this worker. Only workers
+import this module.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelChanges:
         record: DesiredStateRecord,
         num_waiting: Callable[[str], int],
     ) -> None:
-        """Prepare the changes. `num_waiting` counts a queue's jobs that are waiting for a slot."""
+        """Prepare the changes. `num_waiting` returns how many of a queue's jobs are waiting for a slot."""
         self._manager = manager
         self._consumer = consumer
         self._loader = loader
@@ -60,7 +60,10 @@ class ModelChanges:
         self._num_waiting = num_waiting
 
     def _start(self, key: Key, action: Callable[[], object], override: Override | None, *, whole_pool: bool) -> None:
-        """Run an action in the background, then write the override, unless the entry has changed in the meantime."""
+        """Run an action in the background.
+
+        Then write the override, unless the desired state's entry has changed meanwhile.
+        """
         before = self._record.text_of(key, whole_pool=whole_pool)
 
         def act() -> None:
@@ -72,7 +75,10 @@ class ModelChanges:
         self._loader.start_command(key_text(key), act)
 
     def _write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
-        """Write an entry to the desired state, and retry until Redis accepts it, because the change is already made."""
+        """Write an entry to the desired state.
+
+        Retry until Redis accepts it, because the change has already been made.
+        """
         with redis_waits.of("the desired state") as waits:
             while True:
                 try:
@@ -86,7 +92,7 @@ class ModelChanges:
     def load(self, model: dict[str, Any], *, whole_pool: bool = True) -> None:
         """Start loading a model from the fields of a `[[models]]` table.
 
-        The worker takes its jobs once it has loaded.
+        The worker takes the model's jobs once the model is loaded.
         """
         settings = ModelSettings(**model)
         key = model_key(settings.id)
@@ -116,7 +122,7 @@ class ModelChanges:
         """Stop taking jobs of a model, and unload it in the background after its last job. Raises UnknownModel.
 
         If the model is desired but not loaded, it is only removed from the desired state. If it is loading, it is
-        unloaded afterwards.
+        unloaded after the load has finished.
         """
         key = model_key(model_id)
         override = override_in(self._record.read(), key)
@@ -133,7 +139,10 @@ class ModelChanges:
         self._start(key, drain, Override(gone=True), whole_pool=whole_pool)
 
     def evict(self, model_id: str) -> None:
-        """Unload an idle model to free memory, on the thread of the load that needs the memory. Raises ModelBusy."""
+        """Unload an idle model to free memory for another model, on the loading thread of that model.
+
+        Raises ModelBusy.
+        """
         if any(map(self._num_waiting, queues_of_model(model_id))):
             raise ModelBusy(f"model {model_id!r} is needed by waiting jobs")
         key = model_key(model_id)
@@ -146,11 +155,11 @@ class ModelChanges:
         self._loader.on_change()
 
     def empty_cache(self, model_id: str, *, whole_pool: bool = True) -> None:
-        """Start emptying the cache of a model, on this worker only. Raises UnknownModel or WrongCapability."""
+        """Start emptying a model's cache on this worker only. Raises UnknownModel or WrongCapability."""
         self._loader.start_emptying_cache(model_id)
 
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
-        """Serve jobs for `:default` with this model. Raises UnknownModel."""
+        """Make this model serve the jobs for `:default`. Raises UnknownModel."""
         self._manager.get(model_id)
         # The entry first, else reconciling could undo the change.
         self._record.write(DEFAULT_KEY, Override(default=model_id), whole_pool=whole_pool)
@@ -197,7 +206,10 @@ class ModelChanges:
 
 
 def _register(command: str, change: Callable[..., None], /, **arguments: type) -> None:
-    """Register a method of `ModelChanges` as a remote control command with these arguments and `whole_pool`."""
+    """Register a method of `ModelChanges` as a remote control command.
+
+    The command takes these arguments and `whole_pool`.
+    """
     summary = (change.__doc__ or "").partition("\n")[0]
 
     @control_command(name=command, args=list(arguments.items()), help=summary)  # type: ignore[untyped-decorator]

@@ -50,17 +50,17 @@ def adapter_key(model_id: str, name: str) -> Key:
 
 
 def key_text(key: Key) -> str:
-    """Return the name under which a worker reports failures for a key."""
+    """Return the name under which a worker reports the failures of actions for a key."""
     return failure_key(*key[1:]) if len(key) > 1 else key[0]
 
 
 def field_of(key: Key) -> bytes:
-    """Return the name of a key's field in Redis."""
+    """Return the name of the Redis field that stores a key's entry."""
     return json.dumps(key, separators=(",", ":")).encode()
 
 
 def key_of(name: bytes) -> Key:
-    """Return the key of a field in Redis. Raises ValueError if the field is not a key."""
+    """Parse the name of a Redis field into a key. Raises ValueError if the name is not a valid key."""
     parts = json.loads(name)
     if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
         raise ValueError("the key is not a list of strings")
@@ -118,7 +118,7 @@ class DesiredState:
 
 
 def desired_state(settings: Settings, overrides: Overrides) -> DesiredState:
-    """Apply overrides to the settings of a worker."""
+    """Apply overrides to the desired state in a worker's settings."""
     models = {model.id: model for model in settings.models}
     origins: dict[Key, Origin] = {model_key(model_id): "settings" for model_id in models}
     for key, (override, origin) in overrides.items():
@@ -178,7 +178,7 @@ def corrections(
 
 
 def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool = True) -> bool:
-    """Return whether both settings load the same model and, with `adapters`, also the same adapters."""
+    """Return whether two models' settings load the same model and, with `adapters`, also the same adapters."""
     ignored = {"id", "default", "hub_token", *(() if adapters else ("adapters",))}
     return one.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
 
@@ -195,9 +195,9 @@ class DesiredStateRecord:
         self._lock = threading.Lock()
 
     def read(self) -> Overrides:
-        """Read both records, and remove old notes that something must be absent.
+        """Read both records, and remove old entries that say that something must be absent.
 
-        If Redis has lost a whole record, it is restored from the last read.
+        If Redis has lost a whole record, restore the record from the last read.
         """
         with self._lock:
             with self._redis.pipeline(transaction=False) as pipeline:
@@ -239,14 +239,15 @@ class DesiredStateRecord:
             log.error("desired state entry ignored", record=record, field=name[:80], detail=error)
 
     def text_of(self, key: Key, *, whole_pool: bool) -> bytes:
-        """Return the JSON of an entry as of the last read, or b"" if there was no entry."""
+        """Return the JSON that an entry had at the last read, or b"" if there was no entry."""
         return self._fields[self._pool if whole_pool else self._worker].get(field_of(key), b"")
 
     def write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
         """Write an entry for the pool or for this worker.
 
-        With `before`, which comes from `text_of`, nothing is written if the entry has changed since then. An entry for
-        the pool replaces the entry for this worker. If a model must be absent, the entries of its adapters are removed.
+        If `before` is given, nothing is written unless the stored entry is still `before`, which `text_of` returned. An
+        entry for the pool replaces the entry for this worker. If a model must be absent, the entries of its adapters
+        are removed.
         """
         name = field_of(key)
         text = override.model_copy(update={"at": redis_time(self._redis)}).text()
@@ -271,7 +272,7 @@ class DesiredStateRecord:
     # Loads that crash the process
 
     def start_load(self, key: Key) -> None:
-        """Count a load that is about to start. Raises ModelLoadFailed if the last loads crashed the process."""
+        """Record that a load is about to start. Raises ModelLoadFailed if the last loads crashed the process."""
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
@@ -281,7 +282,10 @@ class DesiredStateRecord:
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 
     def end_load(self, key: Key | None) -> None:
-        """Record that a load has succeeded or failed. None means all loads of this worker. Never raises."""
+        """Record that a load has succeeded or failed. If `key` is None, all of this worker's loads have.
+
+        Never raises.
+        """
         try:
             if key is None:
                 self._redis.delete(self._loads)

@@ -206,7 +206,7 @@ def _add_steps(figures: Figures, name: str, counts: StepCounts) -> None:
 
 
 def _rebucketed(gaps: Sequence[int], bounds: Sequence[float]) -> list[int]:
-    """Convert counts in the buckets of GAPS_S into the buckets of a histogram, whose bounds are a subset of GAPS_S."""
+    """Merge the counts of the buckets in GAPS_S into a histogram whose bounds are a subset of GAPS_S."""
     counts = [0] * (len(bounds) + 1)
     for bound, count in zip((*GAPS_S, math.inf), gaps, strict=True):
         counts[bisect_left(bounds, bound)] += count

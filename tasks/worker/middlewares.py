@@ -1,4 +1,4 @@
-"""Start the middlewares of a worker that its settings enable, and sample service times for estimates."""
+"""Start the middlewares that a worker's settings enable, and sample service times for estimates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ServiceTimes(Middleware):
                 self._samples.note(kind, size=work.num_units, amount=amount, speed=amount / work.num_parts / slot_s)
 
     def _num_slots(self, model_id: str) -> int:
-        """Return a generating model's number of slots, or 1 for other models."""
+        """Return the number of slots of a model that generates text, or 1 for other models."""
         model = self._manager.models().get(model_id)
         if model is None or not {"generate", "chat"} & model.capabilities:
             return 1

@@ -59,7 +59,7 @@ def options_of(model: ModelSettings, settings: Settings) -> EngineOptions:
 
 
 def check_models(settings: Settings) -> None:
-    """Raise SettingsError with one line for each mistake in the models of the settings.
+    """Check the models in the settings. Raises SettingsError with one line for each mistake.
 
     Nothing is downloaded or loaded, so files on the hub and the contents of local files are not checked.
     """
@@ -83,7 +83,7 @@ def check_models(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FailedAction:
-    """The failure of the last load or unload of a model or adapter, and the time of the next retry."""
+    """A failure to load or unload a model or adapter, and the time of the next retry."""
 
     failure: LoadFailure
     at: float  # monotonic time in seconds
@@ -111,7 +111,7 @@ class ModelLoader:
         loaded: Iterable[ModelSettings],
         on_change: Callable[[], None],
     ) -> None:
-        """Start with the models in `loaded`.
+        """Create a loader that starts with the models in `loaded`.
 
         `load` loads a model and connects it to the publisher. `num_jobs` is the number of jobs that each model adds to
         the pool, and the loader updates it. `on_change` is called after each action.
@@ -129,7 +129,7 @@ class ModelLoader:
     # Loaded models and failures
 
     def models(self) -> dict[str, ModelSettings]:
-        """Return the settings of each loaded model, as they were when it was loaded."""
+        """Return the settings with which each model was loaded."""
         return {model_id: model for model_id, model in list(self._loaded.items()) if self._manager.is_loaded(model_id)}
 
     def adapters(self) -> dict[Key, AdapterSettings]:
@@ -160,7 +160,7 @@ class ModelLoader:
         threading.Thread(target=self.run, args=(name, action), name=f"cellama-{name}", daemon=True).start()
 
     def start_command(self, name: str, action: Callable[[], object]) -> None:
-        """Run the action of a command in the background, and forget its earlier failures."""
+        """Run a command's action in the background, and forget earlier failures of this action."""
         self.failed.pop(name, None)
         self.start(name, action)
 
@@ -217,7 +217,10 @@ class ModelLoader:
         self.on_change()
 
     def resize_pool(self, num_jobs: int) -> None:
-        """Add this number of threads to the pool, or remove threads if it is negative. Call only on the main thread."""
+        """Add this number of threads to the pool, or remove threads if the number is negative.
+
+        Call only on the main thread.
+        """
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
 
@@ -238,7 +241,10 @@ class ModelLoader:
             self._consumer.add_task_queue(queue)
 
     def unload_model(self, model_id: str, timeout_s: float) -> None:
-        """Stop taking jobs of a model, then drain and unload it. Raises ModelBusy. Never call it on the main thread."""
+        """Stop taking a model's jobs, drain them, and unload the model. Raises ModelBusy.
+
+        Don't call on the main thread.
+        """
         queues: list[str] = []
         stopped = threading.Event()
 
@@ -256,7 +262,10 @@ class ModelLoader:
         self.drain(model_id, queues, timeout_s)
 
     def drain(self, model_id: str, queues: Sequence[str], timeout_s: float) -> None:
-        """Unload a model after its last job. If that fails, the worker takes jobs for it again. Raises ModelBusy."""
+        """Unload a model after its last job. If unloading fails, the worker takes the model's jobs again.
+
+        Raises ModelBusy.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             while _num_held(queues) and time.monotonic() < deadline:
@@ -271,7 +280,7 @@ class ModelLoader:
 
 
 def _num_held(queues: Sequence[str]) -> int:
-    """Count the unfinished jobs of these queues in this worker."""
+    """Return the number of this worker's unfinished jobs from these queues."""
     return sum(request.delivery_info.get("routing_key") in queues for request in list(state.requests.values()))
 
 
@@ -297,7 +306,7 @@ class Reconciler:
     def start_corrections(self, overrides: Overrides, *, adapters_first: bool = False) -> None:
         """Start the actions that lead to the desired state.
 
-        With `adapters_first`, actions on adapters of loaded models are finished on return.
+        With `adapters_first`, actions on adapters of loaded models have finished when this method returns.
         """
         loader = self._loader
         self._desired = desired = desired_state(self._settings, overrides)
@@ -347,7 +356,7 @@ class Reconciler:
     # For the worker's registry entry
 
     def report(self) -> list[WantedThing]:
-        """Return the state of every model and adapter that is desired, or loaded without being desired."""
+        """Return the state of every model and adapter that is desired, and of those that are loaded but not desired."""
         return list(self._report())
 
     def _report(self) -> Iterator[WantedThing]:

@@ -1,4 +1,4 @@
-"""Share a machine's cores between its workers, each of which reports its core usage in Redis."""
+"""Share a machine's cores between its workers, which report their core usage in Redis."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Neighbour:
 class Neighbours:
     """Passes the reports of the machine's other workers to CoreSharing. The registry thread calls `share_cores`.
 
-    Each machine has its own key for reports, so the cost does not grow with the number of machines.
+    Each machine has its own key for reports, so the cost of reading the reports does not grow with the number of
+    machines.
     """
 
     def __init__(self, redis: Redis, worker: str, cores: CoreSharing) -> None:
@@ -69,7 +70,7 @@ class Neighbours:
 
 
 def _neighbour_of(data: bytes) -> Neighbour | None:
-    """Parse a report. Return None if another version of cellama wrote it in another format."""
+    """Parse a report. Return None if another version of cellama wrote the report in another format."""
     try:
         return Neighbour(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
@@ -79,7 +80,7 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
 def peers_of(worker: str, report: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
     """Return the workers that share a processor with this worker.
 
-    The order of their names decides which worker gets a remaining core.
+    The workers are ordered by name, which decides which of them gets a remaining core.
     """
     host = socket.gethostname()  # workers of the same container share its CPU limit
     return [

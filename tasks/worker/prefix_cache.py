@@ -1,4 +1,4 @@
-"""Describe a worker's prefix caches to the ledger, which gives the worker jobs whose prefixes it holds."""
+"""Describe a worker's prefix caches to the ledger, which then prefers to give the worker jobs with these prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PrefixCache:
     """The caches of all models of a worker process. Thread-safe."""
 
     def __init__(self, ledger: Ledger, worker: str, manager: ModelManager) -> None:
-        """Describe the caches of this `worker`, which is also the name that is passed to `Ledger.begin`."""
+        """Describe the caches of a worker. `worker` is the same name that is passed to `Ledger.begin`."""
         self._ledger = ledger
         self._worker = worker
         self._manager = manager
@@ -29,19 +29,22 @@ class PrefixCache:
         return WorkerCache(self._worker, BYTES_PER_TOKEN * self._num_tokens, BYTES_PER_TOKEN * self._rate)
 
     def observe(self, completion: Completion) -> None:
-        """Learn the prefill rate from a request that has ended."""
+        """Update the measured prefill rate from a request that has ended."""
         usage, rate = completion.usage, completion.timings.prompt_eval_rate
         if rate and usage.prompt_tokens - usage.cached_tokens >= MIN_MEASURED:
             self._rate += (MEMORY if self._is_measured else 1.0) * (rate - self._rate)
             self._is_measured = True
 
     def keep(self) -> None:
-        """Report that this worker is alive, and detect loaded and unloaded models. Raises RedisError."""
+        """Report that the cache still exists, and measure its size again, because models may have changed.
+
+        Raises RedisError.
+        """
         self._measure()
         self._ledger.keep_cache(self._worker)
 
     def forget(self) -> None:
-        """Remove the cache, because the worker is stopping. Raises RedisError."""
+        """Remove the record of the cache, because the worker is stopping. Raises RedisError."""
         self._ledger.forget_cache(self._worker)
 
     def _measure(self) -> None:

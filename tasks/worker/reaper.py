@@ -11,8 +11,9 @@ Each worker has a reaper thread, and the reapers of several workers may run conc
    time, so no two reapers handle the same job.
 
 4. A ticket is lost because its worker was killed between two commands. Then a list has fewer tickets than its backlog
-   has jobs, and the reaper pushes the tickets that were already missing a period ago. A running job is lost if no
-   worker holds it for a whole period. It is queued again. A lock in Redis assigns this search to one reaper per period.
+   has jobs, and the reaper pushes the tickets that were already missing a period ago. A running job that no worker
+   holds for a whole period is lost, and the reaper queues the job again. A lock in Redis assigns this search to one
+   reaper per period.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ Store = Callable[[str, Ending], None]  # stores the end of a job for Celery, and
 class LeaseKeeper:
     """Renews the leases of a worker's messages, so that Redis does not deliver them to other workers.
 
-    It has its own thread and connection, because Celery's event loop stops while a worker drains. The event loop also
-    waits for 2, 4, 6 … s before it reconnects and has no channels until then, so the channels are looked up each time.
+    Renewing uses a separate thread and connection, because Celery's event loop stops while a worker drains. The event
+    loop also waits for 2, 4, 6 … s before it reconnects and has no channels until then, so the channels are looked up
+    each time.
     """
 
     def __init__(self, ledger: Ledger, consumer: Any, lease_s: float) -> None:
@@ -102,7 +104,7 @@ class LeaseKeeper:
         return len(messages)
 
     def _held(self) -> Iterator[Any]:
-        """Yield the messages of running jobs, even while Celery is disconnected, and of prefetched jobs."""
+        """Yield the messages of prefetched jobs and of running jobs, even while Celery is disconnected."""
         for request in list(celery_state.requests.values()):
             if isinstance(request, JobRequest) and request.holds_message:
                 yield request.message
@@ -141,7 +143,10 @@ class Reaper:
     # Jobs that are due
 
     def settle_due(self) -> None:
-        """End cancelled or late jobs that no worker is running, and report missing ends to Celery."""
+        """End jobs that are cancelled or past their timeout and that no worker is running.
+
+        Report missing ends to Celery.
+        """
         while claimed := self._ledger.claim_due(DUE_PAGE, self._lease_s):
             for job_id, state in claimed:
                 self._settle_or_log(job_id, state)
@@ -154,7 +159,7 @@ class Reaper:
         except RedisError:
             raise
         except Exception:  # for example because the user's own broker refuses the next task of a canvas
-            log.exception("job not settled", job_id=job_id, detail="this step is retried later")
+            log.exception("job not settled", job_id=job_id, detail="a reaper will settle the job later")
 
     def _settle(self, job_id: str, state: str) -> None:
         if state in ("queued", "handed_back"):
@@ -184,7 +189,10 @@ class Reaper:
     # Lost tickets and jobs
 
     def find_missing(self) -> int:
-        """Push lost tickets, and requeue running jobs that were already lost one period ago. Return their number."""
+        """Push lost tickets, and requeue running jobs that were already lost one period ago.
+
+        Return the number of tickets and jobs.
+        """
         missing: Any = self._redis.zrange(missing_key(), 0, -1)
         num_found, suspects = 0, {raw.decode() for raw in missing}
         number_of_check = int(self._ledger.now() / max(1.0, self._lease_s))
@@ -203,7 +211,7 @@ class Reaper:
                 num_found += num_tickets
         num_slots = run_script(self._redis, "check_slots", [], [])
         if num_slots:
-            log.warning("slots returned", num_slots=num_slots, detail="the ledger entries of their jobs were lost")
+            log.warning("slots returned", num_slots=num_slots, detail="Redis had lost the ledger entries of their jobs")
         suspects |= set(self._running_without_lease())
         lost = [job_id for job_id in suspects if self._requeue_if_lost(job_id)]
         for job_id in lost:
@@ -215,7 +223,7 @@ class Reaper:
         return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * MISSING_SHARE]))
 
     def _busy_queues(self) -> list[str]:
-        """Return the queues with waiting jobs or messages, and remove all other queues from the set of queues."""
+        """Return the queues with waiting jobs or messages, and remove all other queues from the set in Redis."""
         names: Any = self._redis.smembers(queues_key())
         queues = [raw.decode() for raw in names]
         keys = {queue: [waiting_key(queue), *(queue_key(queue, p) for p in PRIORITIES)] for queue in queues}

@@ -70,9 +70,9 @@ def _prepare_process() -> None:
 
 
 def limit_free_heap(libc: Any = None) -> bool:
-    """Make the C library return most freed memory to the system.
+    """Make glibc return most freed memory to the system.
 
-    Returns False if the library refuses, or is not glibc.
+    Return False if the C library refuses, or is not glibc.
     """
     libc = libc or ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
@@ -80,12 +80,12 @@ def limit_free_heap(libc: Any = None) -> bool:
     options = ((_TRIM_THRESHOLD, MAX_FREE_BYTES), (_MMAP_THRESHOLD, MAPPED_BYTES), (_ARENA_MAX, NUM_HEAPS))
     refused = [option for option, value in options if not libc.mallopt(option, value)]
     if refused:
-        log.warning("mallopt options refused", options=refused, detail="the process keeps more free memory")
+        log.warning("mallopt options refused", options=refused, detail="the process will keep more freed memory")
     return not refused
 
 
 def trim_heap(libc: Any = None) -> None:
-    """Return free memory between used blocks to the system. Does nothing with a C library other than glibc.
+    """Return free memory between used blocks to the system. With a C library other than glibc, do nothing.
 
     This takes a few milliseconds, during which other threads can't allocate memory.
     """
@@ -99,7 +99,7 @@ class Quarantine:
 
     A job is unproven until its first token, or its end, is in Redis. When a worker crashes, each unproven job is a
     suspect. The next attempt of a suspect starts when no other job is unproven, and no other job starts until the
-    suspect is proven. If the worker crashes again, the suspect is the cause, and no other job is blamed.
+    suspect is proven. If the worker crashes again, the suspect is the cause, and no other job counts as a suspect.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Quarantine:
 
     @contextlib.contextmanager
     def passed(self, is_interrupted: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
-        """Wait until the job may start, or is interrupted, and yield a function that marks it as proven.
+        """Wait until the job may start or is interrupted, and yield a function that marks the job as proven.
 
         Set `alone` for a suspect. When the block ends, the job counts as proven in any case. Thread-safe.
         """
@@ -250,7 +250,7 @@ class Runtime:
         self.middlewares.call(Middleware.on_model_loaded, model.id, loaded)
 
     def describe_slots(self) -> str:
-        """Describe the slots of each model, for the worker's page in Flower."""
+        """Return a description of each model's slots, which Flower shows on the worker's page."""
         engines = {
             model_id: model.engine.snapshot()
             for model_id, model in self.manager.models().items()
@@ -272,7 +272,7 @@ class Runtime:
             del self._running[attempt.run_id]
 
     def _interrupt_cancelled(self) -> None:
-        """Interrupt cancelled jobs, in case Celery's revoke did not reach this worker."""
+        """Interrupt cancelled jobs, because Celery's revoke may not have reached this worker."""
         running = list(self._running.values())
         if running:
             cancelled: Any = self.redis.mget([cancel_key(job_id) for job_id, _ in running])
@@ -293,7 +293,7 @@ class Runtime:
     def attach(self, consumer: Any) -> None:
         """Start renewing the leases of this consumer's messages, and loading and unloading models. Idempotent.
 
-        Raises RedisError, after which Celery reconnects and calls it again.
+        Raises RedisError, after which Celery reconnects and calls this method again.
         """
         if self._lease is not None:
             return

@@ -1,4 +1,4 @@
-"""Sign the reasoning in replies, so workers can detect whether a client has changed it or the messages before it."""
+"""Sign the reasoning in replies, so that workers detect when a client changes the reasoning or earlier messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Signer:
     """Signs texts with HMAC-SHA256. Without a key, all signatures are empty, and no signature is accepted."""
 
     def __init__(self, key: str | None, conversation: str = "") -> None:
-        """Sign with this key. `conversation` is a digest of the messages before the reasoning."""
+        """Create a signer with this key. `conversation` is a digest of the messages before the reasoning."""
         self._key = key or None
         self._conversation = conversation
 
@@ -57,7 +57,7 @@ class Signer:
         return None
 
     def sign(self, text: str) -> str:
-        """Return the signature of a text in hex, or "" if there is no key."""
+        """Return the signature of a text as hexadecimal digits, or "" if there is no key."""
         if self._key is None:
             return ""
         return hmac.new(self._key.encode(), f"{self._conversation}\n{text}".encode(), hashlib.sha256).hexdigest()
@@ -68,12 +68,15 @@ class Signer:
 
 
 def _parent_line(parent_key: str | None) -> bytes:
-    """Return the bytes that are hashed before the messages. They differ from the bytes of any message."""
+    """Return the bytes that are hashed before the messages, and that differ from the bytes of any message."""
     return b"" if parent_key is None else f"after {json.dumps(parent_key)}\n".encode()
 
 
 def _message_line(message: Mapping[str, Any]) -> bytes:
-    """Return a message as bytes, without its reasoning. Missing content equals empty content, as in templates."""
+    """Return a message as bytes, without its reasoning.
+
+    Missing content is treated as empty content, as in templates.
+    """
     return json.dumps({name: message[name] for name in _SIGNED if message.get(name)}, sort_keys=True).encode() + b"\n"
 
 

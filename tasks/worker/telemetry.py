@@ -1,8 +1,8 @@
-"""Relay events about engines' steps and requests to the hooks of middlewares.
+"""Relay the step and request events of engines to middleware hooks.
 
-An engine only appends an event to a queue, and a separate thread calls the hooks. A hook that is slow, hangs or fails
-therefore loses events, but does not delay tokens. This module also contains middlewares with such hooks: one calls the
-function in the setting `telemetry_hook`, and the others log JSON lines.
+An engine only appends an event to a queue, and a separate thread calls the hooks. If a hook is slow, hangs or fails,
+events may therefore be lost, but tokens are not delayed. This module also contains middlewares with such hooks: one
+calls the function in the setting `telemetry_hook`, and the others log JSON lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Logged = Literal["off", "requests", "steps"]
 
 
 class TelemetryHook(Middleware):
-    """Calls a function with the events of steps and requests (`telemetry_hook`)."""
+    """Calls a function with each step event and request event (`telemetry_hook`)."""
 
     def __init__(self, hook: Hook | str) -> None:
         """Use a function, or import it from the path `package.module:name`.
@@ -51,7 +51,7 @@ class TelemetryHook(Middleware):
 
 
 class RequestLog(Middleware):
-    """Writes the events of requests to the log (`telemetry_log = "requests"`)."""
+    """Logs request events (`telemetry_log = "requests"`)."""
 
     def __init__(self) -> None:
         self._lines = telemetry_logger()
@@ -61,22 +61,22 @@ class RequestLog(Middleware):
 
 
 class StepLog(RequestLog):
-    """Writes the events of requests and of steps (`telemetry_log = "steps"`)."""
+    """Logs request events and step events (`telemetry_log = "steps"`)."""
 
     def on_step(self, stats: StepStats) -> None:
         self._lines.info(as_json(stats))
 
 
 def telemetry_middlewares(hook: Hook | str | None, logged: Logged) -> list[Middleware]:
-    """Return the middlewares that the two settings enable. Raises InvalidRequest."""
+    """Return the middlewares that the settings `telemetry_hook` and `telemetry_log` enable. Raises InvalidRequest."""
     logs: dict[Logged, list[Middleware]] = {"off": [], "requests": [RequestLog()], "steps": [StepLog()]}
     return [*([] if hook is None else [TelemetryHook(hook)]), *logs[logged]]
 
 
 class TelemetryRelay(Middleware):
-    """Relays the telemetry of engines to the hooks of middlewares.
+    """Relays engine telemetry to middleware hooks.
 
-    If there are no such hooks, it doesn't start a thread.
+    Without such hooks, no thread is started.
     """
 
     def __init__(self, worker: str) -> None:
@@ -89,7 +89,7 @@ class TelemetryRelay(Middleware):
         self._thread: threading.Thread | None = None
 
     def start(self, middlewares: Middlewares) -> None:
-        """Start calling the hooks of these middlewares."""
+        """Create the relay, and start calling the hooks of these middlewares."""
         self._middlewares = middlewares
         if middlewares.have(Middleware.on_step) or middlewares.have(Middleware.on_request):
             self._thread = threading.Thread(target=self._run, name="cellama-telemetry", daemon=True)
@@ -116,7 +116,7 @@ class TelemetryRelay(Middleware):
             log.warning("telemetry events lost", num_events=self.num_dropped + len(self._events))
 
     def _enqueue(self, stats: Stats) -> None:
-        """Queue an event, or drop it if the queue is full. Engine threads call this."""
+        """Queue an event, or drop the event if the queue is full. Engine threads call this method."""
         if len(self._events) < MAX_EVENTS:
             self._events.append(stats)
             if not self._due.is_set():
@@ -127,7 +127,7 @@ class TelemetryRelay(Middleware):
             log.warning("telemetry event dropped", detail="the hooks are too slow; requests are not affected")
 
     def _run(self) -> None:
-        """Call the hooks until the relay is closed. The telemetry thread runs this."""
+        """Call the hooks until the relay is closed. The telemetry thread runs this method."""
         closing = False
         while not closing:
             self._due.wait()
@@ -142,7 +142,7 @@ class TelemetryRelay(Middleware):
 
 
 def as_json(stats: Stats) -> str:
-    """Format an event as a JSON line with its fields, and with "step" or "request" as `event`."""
+    """Format an event as a line of JSON with the event's fields, and with "step" or "request" in the field `event`."""
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     rounded = {name: round(value, DIGITS) if isinstance(value, float) else value for name, value in values.items()}
     return json.dumps({"event": "step" if isinstance(stats, StepStats) else "request", **rounded})

@@ -119,12 +119,15 @@ class Traces(Middleware):
             span.add_link(self._tracing.link_to(previous.run, span).context)
 
     def _add_wait(self, parent: Context, span: Span, from_ns: int, to_ns: int) -> None:
-        """Add a span for a wait in the queue. Its parent is the sender's span, or by default the attempt's span."""
+        """Add a span for a wait in the queue, whose parent is the sender's span, or by default the attempt's span."""
         above = parent if trace.get_current_span(parent).get_span_context().is_valid else below(span)
         self._add(above, "queue", min(from_ns, to_ns), to_ns)
 
     def _add_result(self, traced: TracedAttempt, attempt: AttemptContext, now_ns: int) -> None:
-        """Add a span for writing the result. If no engine request has ended, add the model's computation instead."""
+        """Add a span for writing the result.
+
+        If no engine request has ended, add a span for the model's computation instead.
+        """
         operation, result, last_ns = OPERATIONS.get(attempt.task), attempt.result, traced.last_request_ns
         if last_ns is None and operation is not None and result is not None:
             attributes = of_request(operation, attempt.parameters) | of_usage(result.get("usage", {}))
@@ -188,7 +191,7 @@ class Traces(Middleware):
 
 
 def _operation_of(attempt: AttemptContext, line: str) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the operation and the parameters of a request. With `line`, both belong to this line of a chunk."""
+    """Return a request's operation and parameters. With `line`, return those of this line of a chunk."""
     if attempt.task != TASK_CHUNK:
         return OPERATIONS.get(attempt.task), attempt.parameters
     record = attempt.parameters["lines"][int(line)]
@@ -208,7 +211,7 @@ def _ns(seconds: float) -> int:
 
 
 def prompt_of(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Return the attributes that hold the messages of a chat, or the prompt."""
+    """Return the span attributes that contain a chat's messages, or the prompt."""
     attributes = {}
     if parameters.get("system") is not None:
         attributes["gen_ai.system_instructions"] = json.dumps(_texts(parameters["system"]))
@@ -234,14 +237,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _texts(content: Any) -> list[MessagePart]:
-    """Convert a text, content parts in OpenAI's format, or token ids into the parts of a message for OpenTelemetry."""
+    """Convert a string, content parts in OpenAI's format, or token ids into message parts in OpenTelemetry's format."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return [{"type": "text", "content": part.get("text")} for part in content]
     return [{"type": "text" if isinstance(content, str) else "tokens", "content": content}]
 
 
 def generated_of(completion: Completion) -> dict[str, str]:
-    """Return the attribute that holds the generated messages."""
+    """Return the span attribute that contains the generated messages."""
     messages = [_reply(part) for part in (completion, *completion.alternatives)]
     return {"gen_ai.output.messages": json.dumps(messages)}
 

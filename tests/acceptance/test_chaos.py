@@ -68,7 +68,7 @@ def test_canvas_step_runs_when_the_worker_is_killed_after_the_previous_job() -> 
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_jobs_finish_once_when_redis_loses_their_journals_and_other_jobs_resume() -> None:
+def test_jobs_without_journals_end_once_and_other_jobs_resume() -> None:
     (row,) = chaos("expired", options=("--new", "100", "--ways", "killed"), jobs=24)
     assert 0 < row["trimmed"] <= row["expired"] < row["begun"]
     assert (row["ended once"], row["stored"], row["reruns"]) == (row["jobs"], row["jobs"], 0)

@@ -85,7 +85,7 @@ def flower(tmp_path: Path, redis_server: RedisServer) -> Iterator[tuple[Flower, 
         worker.process.wait()
 
 
-def test_flower_shows_queue_depth_and_slots_with_a_password_only(
+def test_flower_shows_queue_depth_and_slots_only_with_a_password(
     flower: tuple[Flower, WorkerProcess, str], redis_client: Redis
 ) -> None:
     page, worker, model = flower

@@ -59,7 +59,7 @@ def test_up_fails_when_the_gateway_does_not_start(tmp_path: Path) -> None:
     assert "gateway_keys_file: '/nowhere.toml' can't be read" in done.stderr
 
 
-def test_up_restarts_a_killed_worker_and_redis_and_ctrl_c_stops_everything(own_machine: Machine) -> None:
+def test_up_restarts_killed_processes_and_stops_everything_on_ctrl_c(own_machine: Machine) -> None:
     def worker() -> int | None:
         status = json.loads(own_machine.run("status", "--json").stdout)
         alive = [entry["pid"] for entry in status["live"] if psutil.pid_exists(entry["pid"])]
@@ -112,7 +112,7 @@ def answers(port: int) -> bool:
     return False
 
 
-def test_ctrl_c_stops_everything_immediately_without_redis(own_machine: Machine) -> None:
+def test_ctrl_c_stops_everything_immediately_when_redis_is_down(own_machine: Machine) -> None:
     children = descendants(own_machine.process.pid)
     os.kill(redis_of(own_machine), signal.SIGKILL)
     own_machine.process.send_signal(signal.SIGINT)

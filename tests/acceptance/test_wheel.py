@@ -138,7 +138,7 @@ def test_wheel_metadata_describes_the_package(wheel: Path) -> None:
     assert {"worker", "embedded", "flower", "parquet"} <= extras
 
 
-def test_user_benchmarks_run_from_the_wheel_and_other_benchmarks_name_the_repository(
+def test_user_benchmarks_run_from_the_wheel_and_other_benchmarks_refer_to_the_repository(
     wheel: Path, tmp_path: Path
 ) -> None:
     site = tmp_path / "site"

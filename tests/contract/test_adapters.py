@@ -263,7 +263,9 @@ def test_model_is_not_loaded_when_one_of_its_adapters_fails_to_load(manager: Mod
         embedding.load_adapter("pirate", PIRATE)
 
 
-def test_memory_of_an_adapter_is_freed_when_it_or_its_model_is_unloaded(manager: ModelManager, tmp_path: Path) -> None:
+def test_memory_of_an_adapter_is_freed_when_the_adapter_or_its_model_is_unloaded(
+    manager: ModelManager, tmp_path: Path
+) -> None:
     shape = Shape(n_embd=512, n_layer=4, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=2000)
     write_model(tmp_path / "m.gguf", shape)
     write_adapter(tmp_path / "a.gguf", shape, rank=512)

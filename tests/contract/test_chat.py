@@ -141,7 +141,7 @@ LOOKUP = {
 
 
 @pytest.mark.parametrize("thinking", [None, True])
-def test_unforced_call_names_an_offered_tool_and_conforms_to_its_schema(model: Model, thinking: bool | None) -> None:
+def test_unforced_call_uses_an_offered_tool_and_conforms_to_its_schema(model: Model, thinking: bool | None) -> None:
     completion, events = ask(model, WEATHER, tools=[LOOKUP], enable_thinking=thinking)
     (call,) = completion.tool_calls  # the model was trained to call get_weather with a city
     arguments = json.loads(call.arguments)

@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
         yield tokenizer
 
 
-def test_prompt_contains_prefix_and_suffix_after_their_tokens(tokenizer: Tokenizer) -> None:
+def test_prompt_contains_prefix_and_suffix_after_their_infill_tokens(tokenizer: Tokenizer) -> None:
     def plain(text: str) -> list[int]:
         return tokenizer.tokenize(text, add_special=False)
 
@@ -41,6 +41,6 @@ def test_prompt_contains_prefix_and_suffix_after_their_tokens(tokenizer: Tokeniz
 def test_model_without_infill_tokens_rejects_a_suffix() -> None:
     with (
         Tokenizer("bundled://tiny") as tiny,
-        pytest.raises(InvalidRequest, match="has no tokens to fill in the middle"),
+        pytest.raises(InvalidRequest, match="has no fill-in-the-middle tokens"),
     ):
         tiny.fill_in_the_middle("Once", "the end")

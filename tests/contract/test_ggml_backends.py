@@ -42,7 +42,7 @@ def test_all_backend_files_except_amx_are_loaded(backend_files: Path, monkeypatc
     assert loaded == [{"libggml-base.so", "libggml-cpu-haswell.so"}]
 
 
-def test_build_without_a_backend_for_this_cpu_names_the_directory_and_the_remedy(
+def test_missing_cpu_backend_error_contains_the_directory_and_the_remedy(
     backend_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ggml_backends, "_load_all", lambda folder: None)

@@ -150,7 +150,7 @@ def test_pattern_selects_the_only_match_and_all_parts_of_a_split_model(hub: Hub,
         resolve(f"hf://{REPO}/m-*", options)
     with pytest.raises(ModelLoadFailed, match=r"matches no GGUF file of .*: big-00001-of-00003\.gguf, m-Q4"):
         resolve(f"hf://{REPO}/*Q2*", options)
-    with pytest.raises(ModelLoadFailed, match="requires a list of files"):
+    with pytest.raises(ModelLoadFailed, match="requires the hub's list of files"):
         resolve(f"hf://{REPO}/*Q2*", with_(options, offline=True))
 
 
@@ -182,7 +182,9 @@ def test_file_with_a_wrong_checksum_is_rejected_and_deleted(hub: Hub, options: H
         (f"hf://{REPO}", "does not name a file on the hub; use hf://ORG/REPO/FILE.gguf"),
     ],
 )
-def test_missing_repository_revision_or_file_is_named(hub: Hub, options: HubOptions, source: str, message: str) -> None:
+def test_error_names_the_missing_repository_revision_or_file(
+    hub: Hub, options: HubOptions, source: str, message: str
+) -> None:
     hub.add("m.gguf", b"GGUF")
     with pytest.raises(ModelLoadFailed, match=message.replace(".", r"\.")):
         resolve(source, options)

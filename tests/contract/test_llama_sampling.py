@@ -118,7 +118,7 @@ def test_logprobs_belong_to_the_tokens_and_alternatives_are_in_order(model: Mode
     assert complete(model, temperature=0, max_tokens=20).logprobs is None
 
 
-def test_logit_bias_forbids_and_forces(model: Model) -> None:
+def test_logit_bias_can_forbid_and_force_tokens(model: Model) -> None:
     plain = complete(model, temperature=0, max_tokens=10)
     forbidden = complete(model, temperature=0, max_tokens=10, logit_bias=((plain.tokens[2], -np.inf),))
     assert forbidden.tokens[:2] == plain.tokens[:2]

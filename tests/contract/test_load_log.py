@@ -38,7 +38,7 @@ def test_missing_weights_and_layers_in_the_log_raise_an_error() -> None:
         buffers.planned_weights(CONTEXT, {})
 
 
-def test_take_errors_returns_errors_of_the_calling_thread_only(tmp_path: Path) -> None:
+def test_take_errors_returns_only_errors_of_the_calling_thread(tmp_path: Path) -> None:
     heads = [tmp_path / f"{name}.gguf" for name in ("first", "second")]
     for path in heads:
         path.write_bytes(b"GGUF" + bytes(20))

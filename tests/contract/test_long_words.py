@@ -72,7 +72,7 @@ def test_longest_supported_run_fits_into_the_stack(tmp_path: Path, pre: str, par
         ("superbpe", "1" * (MAX_SUPERBPE_DIGITS + 1)),
     ],
 )
-def test_run_beyond_the_limit_is_rejected(pre: str, text: str) -> None:
+def test_unbroken_run_beyond_the_limit_is_rejected(pre: str, text: str) -> None:
     def work() -> None:
         pytest.fail("it was tokenized")
 

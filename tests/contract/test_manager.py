@@ -53,7 +53,7 @@ def story(model: Model) -> Request:
     return Request("r", tuple(model.tokenize("Once upon a time")), GREEDY, max_tokens=8, ignore_eos=True)
 
 
-def test_id_can_be_any_text_and_defaults_to_the_name_of_the_source(manager: ModelManager) -> None:
+def test_id_can_be_any_string_and_defaults_to_the_name_of_the_source(manager: ModelManager) -> None:
     ids = [manager.load(model_id, TINY, options=OPTIONS).id for model_id in (None, None, "a b/ü:1")]
     assert ids == ["tiny", "tiny-2", "a b/ü:1"]
     assert [entry.id for entry in manager.entries()] == ids
@@ -106,7 +106,7 @@ def test_unload_raises_model_busy_and_the_model_serves_again(manager: ModelManag
     assert handle.result(60).finish_reason == "length"
 
 
-def test_unload_waits_for_a_hold_without_requests(manager: ModelManager) -> None:
+def test_unload_waits_while_a_model_without_requests_is_held(manager: ModelManager) -> None:
     manager.load("m", TINY, options=OPTIONS)
     with manager.hold(":default") as model:
         unloading = threading.Thread(target=manager.unload, args=("m",))

@@ -103,7 +103,7 @@ def test_plan_differs_from_the_real_memory_by_at_most_a_tenth(
         assert model.memory.on("CPU").kv_bytes == 8 * 1024 * 2 * SIZES["n_layer"] * SIZES["n_embd"] * per_value
 
 
-def test_embedding_the_longest_text_takes_the_planned_memory(tmp_path: Path) -> None:
+def test_embedding_the_longest_text_uses_the_planned_memory(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(**{**SIZES, "n_vocab": 20_000}))
     measured = footprint.in_own_process(path, {}, "embed")  # in MiB
@@ -149,7 +149,7 @@ def test_saved_states_count_toward_the_budget(make_manager: MakeManager, tmp_pat
     assert no_use.memory.on("CPU").saved_bytes == 0
 
 
-def test_huge_context_is_rejected_quickly_with_budget_auto(manager: ModelManager) -> None:
+def test_huge_context_is_rejected_quickly_when_the_budget_is_auto(manager: ModelManager) -> None:
     before = psutil.Process().memory_info().rss
     options = EngineOptions(n_parallel=64, ctx_per_slot=1_000_000_000 // 64, threads=1)
     with pytest.raises(InsufficientMemory, match=r"on CPU .*\(memory_budget is auto\)"):

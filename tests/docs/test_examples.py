@@ -129,7 +129,7 @@ def test_durable_responses_example_resumes_the_response_after_a_kill(gateway: Ga
     assert not (tmp_path / "state").exists()
 
 
-def test_types_of_the_examples_are_checked_strictly() -> None:
+def test_examples_pass_strict_type_checks() -> None:
     # Use the directory of `.ci/check`, whose cache already contains cellama's types.
     links = ROOT / "build" / "types" / "cellama"
     links.mkdir(parents=True, exist_ok=True)

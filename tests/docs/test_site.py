@@ -10,7 +10,7 @@ from pathlib import Path
 from .pages import ROOT
 
 
-def test_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+def test_site_builds_in_strict_mode_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     argv = [sys.executable, str(ROOT / ".ci" / "site.py"), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

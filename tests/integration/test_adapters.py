@@ -61,7 +61,7 @@ def text(model: str, **params: Any) -> str:
 
 
 @pytest.mark.usefixtures("worker")
-def test_jobs_select_adapters_from_settings_and_from_run_time(client: Client, name: str) -> None:
+def test_jobs_select_adapters_from_the_settings_and_adapters_loaded_at_run_time(client: Client, name: str) -> None:
     assert text(name).startswith(PLAIN)
     for choice in ({"asked": 1}, ["asked=1.0"], ["asked"], "asked"):
         assert text(name, adapters=choice).startswith(SEAS)

@@ -89,7 +89,7 @@ def test_job_is_left_to_the_worker_that_holds_its_prefix(fleet: NearFleet) -> No
     assert fleet.take("one") == ["a2"]
 
 
-def test_worker_takes_another_job_when_it_leaves_a_job_to_its_holder(fleet: NearFleet) -> None:
+def test_worker_takes_another_job_when_it_leaves_a_job_to_the_prefix_holder(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -98,7 +98,7 @@ def test_worker_takes_another_job_when_it_leaves_a_job_to_its_holder(fleet: Near
     assert fleet.take("one") == ["a2"]
 
 
-def test_job_is_taken_when_its_holder_was_busy_for_too_long(fleet: NearFleet) -> None:
+def test_job_is_taken_when_the_holder_of_its_prefix_was_busy_for_too_long(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -139,7 +139,7 @@ def test_first_job_is_passed_over_for_a_limited_time(fleet: NearFleet) -> None:
     assert fleet.take("one", bytes_per_s=1e9) == ["b1"]
 
 
-def test_job_is_taken_immediately_when_its_holder_has_left(fleet: NearFleet) -> None:
+def test_job_is_taken_immediately_when_the_holder_of_its_prefix_has_left(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -225,7 +225,7 @@ def test_chat_with_a_parent_key_is_taken_by_the_worker_that_holds_its_context(fl
     assert fleet.take("one") == ["next"]
 
 
-def test_setting_disables_hashes(fleet: NearFleet, settings_environment: Any) -> None:
+def test_affinity_setting_disables_prefix_hashes(fleet: NearFleet, settings_environment: Any) -> None:
     settings_environment(affinity="false")
     fleet.submit("a1", "a")
     assert not fleet.redis.hexists("cellama:job:a1", "prefixes")

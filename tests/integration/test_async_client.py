@@ -71,7 +71,7 @@ def test_async_client_serves_many_jobs_concurrently() -> None:
     with_client(body)
 
 
-def test_async_client_prefills_continues_and_checks_caches() -> None:
+def test_async_client_supports_prefill_parent_keys_and_cache_queries() -> None:
     async def body(client: AsyncClient) -> None:
         given: dict[str, Any] = {"cache_scope": "async", **GREEDY}
         read = await (await client.prefill("tiny", HEAD, cache_scope="async")).result(timeout=PATIENCE_S)

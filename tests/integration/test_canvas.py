@@ -66,7 +66,7 @@ def test_group_returns_results_in_order(story: str) -> None:
     assert [len(results), results[0]["text"]] == [2, story]
 
 
-def test_map_and_starmap_are_groups(story: str) -> None:
+def test_map_and_starmap_run_as_groups(story: str) -> None:
     (one,) = generate.starmap([("tiny", STORY)]).apply_async(kwargs=SHORT).get(timeout=PATIENCE_S)
     assert one["text"] == story
     assert [sig.args for sig in generate.map(["a", "b"]).tasks] == [("a",), ("b",)]
@@ -106,7 +106,9 @@ def test_user_task_can_be_replaced_by_jobs(users: Any, story: str) -> None:
     assert len(users.becomes_jobs.delay(["a", "b"]).get(timeout=PATIENCE_S)) == 2
 
 
-def test_link_receives_the_result_and_link_error_the_failure(users: Any, redis_client: Redis, story: str) -> None:
+def test_link_receives_the_result_and_link_error_receives_the_failure(
+    users: Any, redis_client: Redis, story: str
+) -> None:
     linked = users.text_of.s().freeze()
     job = generate.apply_async(("tiny", STORY), SHORT, link=users.text_of.s().set(task_id=linked.id))
     assert AsyncResult(linked.id, app=users.app).get(timeout=PATIENCE_S) == story

@@ -51,7 +51,7 @@ def test_status_shows_queues_without_workers(unserved: str) -> None:
     assert (status["queues"][unserved], status["waiting"][unserved], status["eta_s"][unserved]) == (2, 2, None)
 
 
-def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_client: Redis) -> None:
+def test_status_and_top_show_dead_jobs_and_queues_by_class(unserved: str, redis_client: Redis) -> None:
     generate.apply_async((unserved, "Once"), priority=9, expires=60)
     died = f"dead-{uuid.uuid4().hex[:8]}"
     entry = {"task": "cellama.generate", "attempt": 4, "worker": "w@host", "queue": f"cellama:queue:{unserved}"}
@@ -70,7 +70,7 @@ def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_
 
 
 @pytest.mark.parametrize(("is_up", "code"), [(True, Exit.OK), (False, Exit.UNREACHABLE)], ids=["up", "away"])
-def test_metrics_once_fails_without_redis(
+def test_metrics_once_option_fails_without_redis(
     redis_server: RedisServer, settings_environment: Callable[..., None], is_up: bool, code: Exit
 ) -> None:
     settings_environment(redis_url=redis_server.url if is_up else f"redis://127.0.0.1:{free_port()}/0")
@@ -109,7 +109,7 @@ def test_cancel_rejects_an_unknown_id_and_changes_no_other_job(unserved: str) ->
     assert ids_of(unserved) == [first, second]
 
 
-def test_queue_purge_asks_first_cancels_waiting_jobs_and_rejects_unknown_models(unserved: str) -> None:
+def test_queue_purge_asks_for_confirmation_cancels_waiting_jobs_and_rejects_unknown_models(unserved: str) -> None:
     first, _ = ids_of(unserved)
     refused = CliRunner().invoke(app, ["queue", "purge", unserved], input="n\n")
     assert (refused.exit_code, len(ids_of(unserved))) == (1, 2)
@@ -168,7 +168,7 @@ def test_runs_with_a_common_id_prefix_are_distinguished(redis_client: Redis) -> 
     assert all(name[: len("batch_") + 8] in shown for name in ids)
 
 
-def test_gateway_run_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
+def test_run_of_a_gateway_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
     name = f"batch_{uuid.uuid4().hex}"
     Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
     redis_client.hset(batch_key(name), "at", time.time() - 2 * ALIVE_S)

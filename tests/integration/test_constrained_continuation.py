@@ -48,7 +48,7 @@ def killed_in_mid_stream(worker: WorkerProcess, model: str, redis: Redis, **para
     return job
 
 
-def test_constrained_job_of_a_killed_worker_waits_for_its_version_and_continues_exactly(
+def test_constrained_job_of_a_killed_worker_resumes_exactly_on_a_worker_with_its_version(
     start_worker: StartWorker, model: str, redis_client: Redis, other_version: str
 ) -> None:
     first = start_worker(lease_s=3)

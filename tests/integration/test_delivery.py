@@ -143,7 +143,7 @@ def test_same_idempotency_key_returns_the_same_job() -> None:
     assert generate.apply_async(("tiny", STORY), {"max_tokens": 4, **GREEDY}, idempotency_key=key).id == first.id
 
 
-def test_too_large_job_is_rejected_with_its_size_and_the_limit() -> None:
+def test_oversized_job_is_rejected_with_its_size_and_the_limit() -> None:
     with pytest.raises(InvalidJob, match=r"has 5000\d{3} bytes, and the limit is 4194304"):
         generate.delay("tiny", "x" * 5_000_000)
 

@@ -79,7 +79,7 @@ def test_wrong_password_is_an_error_and_is_not_printed(private_redis: RedisServe
     assert "wr0ng" not in done.stdout + done.stderr
 
 
-def test_evicting_redis_is_an_error_and_missing_persistence_a_warning(
+def test_redis_eviction_is_an_error_and_missing_persistence_is_a_warning(
     private_redis: RedisServer, tmp_path: Path
 ) -> None:
     with Redis.from_url(private_redis.url) as redis:

@@ -159,7 +159,7 @@ def test_celery_result_is_stored_later_when_the_worker_could_not_store_it(unserv
     wait_until(lambda: sent(redis_client, unserved) == ["users.failed"], "the errback")
 
 
-def test_late_revoke_does_not_replace_the_end_of_a_failed_job(unserved: str, redis_client: Redis) -> None:
+def test_late_revoke_does_not_replace_the_result_of_a_failed_job(unserved: str, redis_client: Redis) -> None:
     job = generate.delay(unserved, "Hi")
     end(redis_client, unserved, job.id, events.error("x", "y", False))
     app.backend.mark_as_failure(job.id, ValueError("y"))

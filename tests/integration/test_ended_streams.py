@@ -67,7 +67,7 @@ def test_stream_raises_when_the_journal_has_expired(read: Read, ended: str, redi
     assert read(ended, after=last) == []
 
 
-def test_stream_with_after_beyond_the_end_stops_with_the_job(client: Client, unserved: str) -> None:
+def test_stream_that_starts_beyond_the_last_event_stops_when_the_job_ends(client: Client, unserved: str) -> None:
     job = client.generate(unserved, STORY, wait=True)
     found: list[Any] = []
     pinged = threading.Event()

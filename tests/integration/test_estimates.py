@@ -280,7 +280,9 @@ def new_job_waits(cluster: Cluster) -> dict[str, float | None]:
 
 
 @pytest.mark.parametrize("num_urgent", [0, 30])
-def test_status_and_position_agree_for_each_class_before_a_deep_bulk_queue(cluster: Cluster, num_urgent: int) -> None:
+def test_status_and_position_agree_for_each_class_when_the_bulk_queue_is_long(
+    cluster: Cluster, num_urgent: int
+) -> None:
     for _ in range(40):
         cluster.submit(100, priority=9)
     cluster.run(1000)  # collects samples of bulk jobs

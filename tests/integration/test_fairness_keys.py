@@ -59,7 +59,7 @@ def test_clients_set_the_key_of_one_or_many_jobs(unserved: str, key_of: Callable
         client.purge(unserved)
 
 
-def test_setting_names_the_tenant_of_jobs_without_a_key_and_a_scope(
+def test_setting_defines_the_tenant_of_jobs_without_a_key_or_scope(
     redis_server: RedisServer,
     unserved: str,
     key_of: Callable[[str], str | None],
@@ -107,7 +107,7 @@ def test_bulk_run_sets_the_key_of_its_jobs(
     assert {key_of(key.removeprefix(job_key(""))) for key in new} == {"run"}
 
 
-def test_gateway_sets_the_api_keys_tenant_and_the_user_below_it(
+def test_gateway_sets_the_tenant_of_the_api_key_and_the_user_below_the_tenant(
     keyed: Keyed, key_of: Callable[[str], str | None]
 ) -> None:
     key = keyed.add(tenant="acme")

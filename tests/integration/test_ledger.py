@@ -220,7 +220,7 @@ def test_submit_reports_a_different_payload_with_the_same_id(ledger: Ledger, que
     assert ledger.submit([same, other]) == [0, -1]
 
 
-def test_rank_depends_on_priority_then_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_rank_depends_on_priority_and_then_on_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     redis_client.delete(waiting_key(queue))
     ids = [submit(ledger, queue, priority=priority) for priority in (9, 3, 9, 0)]
     assert [num_ahead(ledger, job_id) for job_id in ids] == [2, 1, 3, 0]

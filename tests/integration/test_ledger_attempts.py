@@ -55,7 +55,7 @@ def test_repeated_begin_counts_once(ledger: Ledger, job_id: str) -> None:
     assert first.number == first.num_failures == 1
 
 
-def test_job_without_a_token_is_suspected_then_dead_after_three_attempts(
+def test_job_without_tokens_is_suspected_and_is_dead_after_three_attempts(
     ledger: Ledger, job_id: str, queue: str
 ) -> None:
     assert begin(ledger, job_id).verdict == "run"
@@ -79,7 +79,7 @@ def test_first_token_clears_suspicion(ledger: Ledger, job_id: str) -> None:
     assert begin(ledger, job_id).verdict == "run"
 
 
-def test_informative_event_is_published_without_other_effects(
+def test_informational_event_is_published_without_other_effects(
     ledger: Ledger, job_id: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(events.EVENT_CLASSES, "note", "informative")
@@ -195,7 +195,7 @@ def test_end_does_not_release_a_message_of_another_holder(ledger: Ledger, job_id
     assert redis_client.hget(job_key(job_id), "holder") == b"another token"
 
 
-def test_celery_state_becomes_started_with_the_attempt(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_celery_state_becomes_started_when_the_attempt_starts(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     started = CeleryState(b'{"status": "STARTED"}', 100)
     assert begin(ledger, job_id, token="of somebody else", started=started).verdict == "superseded"
     assert redis_client.get(result_key(job_id)) is None

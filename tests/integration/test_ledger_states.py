@@ -36,7 +36,7 @@ def resumed(ledger: Ledger, job_id: str) -> Any:
     return begin(ledger, job_id, token=take(ledger, job_id).token)
 
 
-def test_resumed_job_is_in_state_running_from_its_first_event(
+def test_resumed_job_is_running_from_its_first_event(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     attempt = resumed(ledger, job_id)

@@ -88,7 +88,7 @@ def test_jobs_above_the_limit_wait_while_other_jobs_are_served(limit: Limit) -> 
 
 
 @pytest.mark.parametrize("leave", ["release", "requeue", "set_aside", "restore"])
-def test_job_that_leaves_makes_room_for_the_next_job(limit: Limit, leave: str) -> None:
+def test_released_or_requeued_job_makes_room_for_the_next_job(limit: Limit, leave: str) -> None:
     fleet = limit({"a": 2})
     fleet.submit("a", 5)
     fleet.submit("b", 1)
@@ -159,7 +159,7 @@ def test_limit_set_later_counts_running_jobs(redis: Redis, queue: str) -> None:
     assert num_held(redis, "a") == 5, "jobs without a limit need no slots"
 
 
-def test_slot_of_a_lost_entry_is_returned(limit: Limit) -> None:
+def test_slot_is_freed_when_the_entry_of_its_job_is_lost(limit: Limit) -> None:
     fleet = limit({"a": 1})
     fleet.submit("a", 2)
     assert fleet.fill() == {"a": 1}
@@ -231,7 +231,7 @@ return count
 """
 
 
-def test_limit_holds_on_two_workers_and_after_a_kill(
+def test_limit_is_respected_by_two_workers_and_after_a_kill(
     start_worker: StartWorker, redis_client: Redis, model: str
 ) -> None:
     """A tenant with a limit of 2 never has 3 jobs in the workers, and another tenant uses the other slots."""

@@ -68,7 +68,7 @@ def test_plain_message_is_requeued_once_when_adopted_twice(unserved: str, plain:
     ("payload", "options", "expected"),
     [({}, {"priority": 6}, 6), ({"priority": 0}, {}, 0), ({"priority": 9}, {"priority": 9}, 9)],
 )
-def test_plain_message_with_a_priority_keeps_it(
+def test_plain_message_keeps_its_priority(
     unserved: str, plain: Celery, redis_client: Redis, payload: Any, options: Any, expected: int
 ) -> None:
     job = plain.send_task("cellama.generate", [unserved, "Hi"], payload, queue=queue_name(unserved), **options)

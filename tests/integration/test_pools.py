@@ -78,9 +78,7 @@ def defaults(client: Client, name: str) -> list[str]:
     return [model["id"] for model in client.models() if model["default"] and model["id"].startswith(name)]
 
 
-def test_pool_keeps_loaded_models_across_deaths_and_joins_and_jobs_keep_their_texts(
-    start: Start, client: Client, name: str
-) -> None:
+def test_pool_keeps_loaded_models_and_texts_when_workers_die_and_join(start: Start, client: Client, name: str) -> None:
     own, big, one, two, other = (f"{name}-{which}" for which in ("own", "big", "one", "two", "other"))
     first = start("one")
     for worker in (first, start("two", CELLAMA_MEMORY_BUDGET="70MiB"), start("other", pool=f"{name}-q")):

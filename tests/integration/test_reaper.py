@@ -87,7 +87,7 @@ def test_lost_ticket_is_pushed_again(world: World, others: int) -> None:
     assert world.waiting() == [lost, *rest]
 
 
-def test_tickets_in_use_and_tickets_of_held_jobs_are_not_lost(world: World) -> None:
+def test_tickets_in_use_and_tickets_of_held_jobs_do_not_count_as_lost(world: World) -> None:
     rest = [world.job() for _ in range(3)]
     take(world.ledger, world.job(ticket=False, priority=9))
     world.look(times=3)
@@ -130,7 +130,7 @@ def test_started_job_of_a_dead_worker_is_queued_again_once(world: World) -> None
     assert (world.ledger.state(job_id), num_ahead(world.ledger, job_id)) == ("handed_back", 0)
 
 
-def test_job_without_worker_and_message_is_lost(world: World) -> None:
+def test_job_without_a_worker_and_a_message_counts_as_lost(world: World) -> None:
     job_id = world.job(ticket=False)
     write(world.ledger, begin(world.ledger, job_id), events.started("m", 1, "w", 1))
     world.look()

@@ -95,7 +95,7 @@ def test_error_names_the_command_that_the_acl_denies(server: RedisServer, run: R
 
 
 @pytest.mark.parametrize(("password", "why"), [("", "it requires a password"), (":guess@", "are wrong")])
-def test_missing_and_wrong_passwords_have_clear_errors(tmp_path: Path, run: Run, password: str, why: str) -> None:
+def test_missing_and_wrong_passwords_cause_clear_errors(tmp_path: Path, run: Run, password: str, why: str) -> None:
     with RedisServer.start(tmp_path / "closed", password="secret") as closed:
         url = f"redis://{password}127.0.0.1:{closed.port}/0"
         for command in (COMMAND_LINE, (COMMAND_LINE[0], "up", "--no-flower")):

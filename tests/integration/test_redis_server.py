@@ -72,7 +72,7 @@ def test_redis_server_refuses_commands_that_write_files_or_load_code(tmp_path: P
             client.eval("return redis.call(unpack(ARGV))", 0, *command.split())  # type: ignore[no-untyped-call]
 
 
-def test_redis_server_stores_its_password_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_redis_server_stores_its_password_in_a_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
     file = tmp_path / "data" / URL_FILE
     file.parent.mkdir()
     file.write_text("redis://127.0.0.1:1/0")  # any user may read this one

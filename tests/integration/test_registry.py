@@ -121,7 +121,9 @@ def test_cost_of_a_heartbeat_is_independent_of_workers_on_other_machines(
         redis_client.delete(reaper_key("registry"))
 
 
-def test_one_of_many_workers_prunes_in_each_period(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_many_workers_prunes_the_registry_in_each_period(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pruned: list[str] = []
     prune = Registration._prune
 

@@ -108,7 +108,7 @@ def test_invalid_call_is_rejected_before_queueing(
         ("generate", ["tinny", "Hi"], {}, "unknown_model", "model 'tinny' is not .* did you mean 'tiny'"),
         ("generate", ["tiny", "word " * 3000], {}, "prompt_too_long", r"is too long: \d+ tokens > 2047 maximum"),
         ("generate", ["tiny", [5, 10**6]], {}, "invalid_request", "token ids outside the range 0 to 1023"),
-        ("embed", ["tiny", ["word " * 3000]], {}, "prompt_too_long", "texts.0 has .* the limit of the model is 2048"),
+        ("embed", ["tiny", ["word " * 3000]], {}, "prompt_too_long", "texts.0 has .* the model's limit is 2048"),
         ("chat", ["tiny", HELLO], {"tool_choice": "required"}, "invalid_request", "no tools are given"),
         ("chat", ["tiny", HELLO], {"tools": [tool()], "tool_choice": "g"}, "invalid_request", "is not a tool of"),
         (

@@ -69,7 +69,7 @@ def test_signed_reasoning_can_be_sent_back_unless_it_was_changed(client: Client)
             client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)
 
 
-def test_signature_is_valid_for_either_form_of_a_system_message(client: Client) -> None:
+def test_signature_is_valid_for_either_format_of_a_system_message(client: Client) -> None:
     thinks: dict[str, Any] = {"enable_thinking": True, **GREEDY}
     message = client.chat("tiny", FRANCE, system="Be brief.", **thinks).result(PATIENCE_S)["message"]
     told = [{"role": "system", "content": "Be brief."}, *FRANCE]

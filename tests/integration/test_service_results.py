@@ -100,7 +100,7 @@ def test_generate_supports_schemas_several_completions_and_logprobs() -> None:
     assert all(len(e["logprobs"]) == len(e["tokens"]) for e in tokens)
 
 
-def test_same_seed_produces_the_same_text_and_is_returned() -> None:
+def test_same_seed_produces_the_same_text_and_the_seed_is_returned() -> None:
     # One after another and without cached prefixes, so that batches and logits are identical.
     params = {"max_tokens": 40, "temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False}
     first, same, other = [
@@ -159,12 +159,12 @@ def test_embed_honours_dimensions_normalize_truncate_and_encoding() -> None:
     with pytest.raises(JobFailed, match=r"dimensions is 999; it must be from 1 to 192"):
         embed.delay("tiny", texts, dimensions=999).get(timeout=PATIENCE_S)
     long = "fox " * 3000
-    with pytest.raises(JobFailed, match=r"has \d+ tokens, but the limit of the model is 2048; split the text"):
+    with pytest.raises(JobFailed, match=r"has \d+ tokens, but the model's limit is 2048; split the text"):
         embed.delay("tiny", long).get(timeout=PATIENCE_S)
     assert len(embed.delay("tiny", long, truncate=True).get(timeout=PATIENCE_S)["embeddings"]) == 1
 
 
-def test_events_have_consecutive_seqs_and_one_end_with_the_text_of_the_result(events_of: EventsOf) -> None:
+def test_events_have_consecutive_seqs_and_a_single_end_with_the_text_of_the_result(events_of: EventsOf) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=50, **GREEDY)
     events = events_of(job.id)
     result = job.get(timeout=PATIENCE_S)

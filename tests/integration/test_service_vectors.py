@@ -174,7 +174,7 @@ def test_clients_and_plain_celery_return_the_same_ranking() -> None:
         (lambda: embed.delay("tokens", ["w1 " * 126] * 9999), "invalid_request", "the limit is 4194304 numbers"),
     ],
 )
-def test_vector_jobs_report_unsupported_use(call: Any, code: str, message: str) -> None:
+def test_vector_jobs_fail_when_the_model_does_not_support_the_call(call: Any, code: str, message: str) -> None:
     with pytest.raises(JobFailed, match=message) as caught:
         call().get(timeout=PATIENCE_S)
     assert caught.value.code == code

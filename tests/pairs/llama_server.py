@@ -1091,7 +1091,7 @@ RANKS = [
     ],
 ]
 CODE = {"input_prefix": "int main() {\n", "prompt": "    int n_threads = llama_", "input_suffix": "}\n"}
-NO_INFILL = rejected("no tokens to fill in the middle")  # the bundled model; tests/integration/gateway/test_infill.py
+NO_INFILL = rejected("no fill-in-the-middle tokens")  # the bundled model; tests/integration/gateway/test_infill.py
 INFILLS = [
     Pair("infill: without extra files", native("/infill", **CODE, n_predict=8), NO_INFILL, 400),
     Pair(

@@ -134,7 +134,7 @@ def test_image_installs_the_packages_that_its_services_need(compose: Any) -> Non
         assert all(volume.endswith(":/home/cellama/.cache") for volume in own)
 
 
-def test_image_contains_only_bundled_models_and_uses_the_bases_of_compose(compose: Any) -> None:
+def test_image_contains_only_bundled_models_and_uses_the_base_images_of_compose(compose: Any) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {"models", "build", ".venv", "!engine/bundled/*.gguf"} <= set(ignored)
     arguments = {line.split()[1].partition("=")[0] for line in DOCKERFILE.splitlines() if line.startswith("ARG ")}

@@ -82,7 +82,7 @@ def test_github_workflows_have_only_read_permissions_by_default(file: Path) -> N
         assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./-]+", action)
 
 
-def test_image_runs_as_a_user_other_than_root() -> None:
+def test_image_does_not_run_as_root() -> None:
     last_stage = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
     users = re.findall(r"^USER (\S+)$", last_stage, re.MULTILINE)
     assert users

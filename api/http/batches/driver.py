@@ -56,10 +56,10 @@ class DriverStopped(Exception):
 
 
 class BatchDriver:
-    """Drives one batch in its own thread, and checks on each turn of the run whether it may continue.
+    """Drives one batch in its own thread, which checks in each iteration of the run whether it may continue.
 
-    Meanwhile, the event loop renews the lease and checks whether the batch was cancelled. The thread uses the event
-    loop's Redis clients through `_await`.
+    While the thread runs, the event loop renews the lease and checks whether the batch was cancelled. The thread uses
+    the event loop's Redis clients through `_await`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class BatchDriver:
             log.warning("batch lease not renewed", batch=self.id, detail=f"{error}; retrying in {POLL_S:g} s")
 
     async def _poll(self) -> str:
-        """Return the batch's status. The tenant or `cellama batch cancel` may have cancelled the batch."""
+        """Return the batch's status, after applying a pending `cellama batch cancel`."""
         if not self._cancelled.is_set() and await self._batches.take_cancel(self.id):
             await self._batches.move(self._record, "cancelling", expected=("validating", "in_progress"))
         record = await self._batches.records.read(self.id)
@@ -169,7 +169,7 @@ class BatchDriver:
             raise InputRefused([])
 
     def _run(self, redis: Redis) -> str | None:
-        """Run the batch. Return the run's final status, or None if the batch has already ended as well."""
+        """Run the batch. Return the run's final status, or None if this method has already ended the batch."""
         try:
             return self._run_file(redis)
         except InputRefused as refused:
@@ -255,8 +255,8 @@ class BatchDriver:
     def _prepare_work_file(self) -> None:
         """Set the run's id to the batch's id.
 
-        The run is also recorded in Redis under this id. If there is an output without a work file, a driver on another
-        machine stored the output in parts. The lines of this output are then marked as finished in the new work file.
+        The run is also recorded in Redis under this id. If only the output exists, it was assembled from the parts that
+        a driver on another machine stored. The lines of this output are then marked as finished in the new work file.
         """
         try:
             with contextlib.closing(WorkFile(self._paths.work)) as work:
@@ -275,7 +275,7 @@ class BatchDriver:
                 self._batches.change(self._record, fields, expected=OPEN, lease_token=self._lease.token)
             )
             if not done:
-                raise DriverStopped("another gateway drives the batch")
+                raise DriverStopped("another gateway is driving the batch")
             self._record |= fields
 
     # End of the batch
@@ -340,7 +340,7 @@ class BatchDriver:
             self._batches.move(self._record, status, expected=expected, lease_token=token, **fields)
         )
         if not done and now != "cancelling":
-            raise DriverStopped(f"another gateway drives the batch, whose status is now {now or 'deleted'}")
+            raise DriverStopped(f"another gateway is driving the batch, whose status is now {now or 'deleted'}")
         if now == "cancelling":
             self._cancelled.set()
         self._record |= {**(fields if done else {}), "status": now}

@@ -39,7 +39,7 @@ class InputCheck:
     """
 
     def __init__(self, endpoint: str, max_lines: int, caller: Caller, on_complete: OnComplete) -> None:
-        """Create a check that applies the rights of `caller`.
+        """Create a check that allows only the models and adapters that `caller` may use.
 
         If the input has no errors, `on_complete` is called with the number of requests, and with their model if all
         requests use the same model.

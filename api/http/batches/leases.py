@@ -50,7 +50,7 @@ class GatewayLease:
         return self._clock() >= self._granted_at + self._lease_s / RENEWALS_PER_LEASE
 
     async def take(self) -> bool:
-        """Take the lease. Return False if another gateway holds it."""
+        """Take the lease. Return False if another gateway holds the lease."""
         return await self._request(self._redis.set(self._key, self.token, nx=True, px=self._lease_ms))
 
     async def renew(self) -> bool:

@@ -47,8 +47,8 @@ def _changed_at(directory: Path) -> float:
 class Parts:
     """The stored parts of a batch's output, which allow a gateway on another machine to take over the batch.
 
-    The batch's record lists the names of its parts in order. Parts that are not listed are ignored. Methods raise
-    OSError.
+    The batch's record lists the names of its stored parts in order. Stored parts that are not listed are ignored.
+    Methods raise OSError.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class Parts:
         fresh.replace(output)
 
     def is_due(self) -> bool:
-        """Return whether the next part should be stored now. If True, start the next interval."""
+        """Return whether the next part should be stored now.
+
+        A call that returns True restarts the interval between parts.
+        """
         now = self._clock()
         if now - self._saved_at < min(MAX_PART_S, max(MIN_PART_S, PART_SHARE * (now - self._started_at))):
             return False
@@ -88,7 +91,7 @@ class Parts:
     def save(self, output: Path) -> bool:
         """Store the latest output as a new part. Return False if there is no new output.
 
-        Call this method between two turns of the run, when the output contains only complete lines.
+        Call this method between two iterations of the run, when the output contains only complete lines.
         """
         size = output.stat().st_size if output.exists() else 0
         if size <= self.num_bytes:

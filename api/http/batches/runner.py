@@ -77,7 +77,7 @@ class BatchRunner:
         """Start driving one batch without a driver, if this gateway may drive more batches.
 
         Tenants with the fewest drivers in this gateway come first. Cancelled and expired batches are driven even if the
-        limit is reached, so that their end is not delayed. If the limit is reached, and a tenant has no driver while
+        limit is reached, so that they end without delay. If the limit is reached, and a tenant has no driver while
         another tenant has several, one of these drivers stops.
         """
         self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
@@ -99,7 +99,7 @@ class BatchRunner:
                 log.info(
                     "batch paused",
                     batch=last.id,
-                    detail="its tenant has several drivers while another tenant has none",
+                    detail="the batch's tenant has several drivers while another tenant has none",
                 )
                 last.stop()
 

@@ -141,8 +141,7 @@ class BatchService:
     ) -> tuple[bool, str]:
         """Change the status and other fields if the current status is one of `expected` (see RecordStore.advance).
 
-        The time of the change is stored. When a batch ends, its end is announced to webhooks
-        (docs/adr/021-webhooks.md).
+        The time of the change is stored. The end of a batch is announced to webhooks (docs/adr/021-webhooks.md).
         """
         fields |= {"status": status, f"{status}_at": int(await self.records.now())}
         event = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
@@ -185,7 +184,7 @@ class BatchService:
 
 
 def _same_batch(earlier: Record, record: Record) -> Record:
-    """Return the earlier batch. Raises ApiError (409) if it was created with a different body."""
+    """Return the earlier batch. Raises ApiError (409) if the earlier batch was created with a different body."""
     if earlier["asked"] != record["asked"] or earlier["tenant"] != record["tenant"]:
         raise key_reused()
     return earlier

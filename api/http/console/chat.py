@@ -1,4 +1,4 @@
-"""Chat with a model. The chat is stored in Redis and its answer in a job's journal, so both survive every restart."""
+"""Chat with a model. Chats are stored in Redis, and a running answer in its job's journal, so both survive restarts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOST = "Redis has no data of this answer: it has expired, or it was never queued
 
 
 class ConsoleMessage(BaseModel):
-    """A message sent by the page. With `retry`, the chat's last message is sent again instead."""
+    """A message sent by the page. If `retry` is true, the chat's last message is sent again instead of this message."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -117,7 +117,7 @@ class AnswerText:
         )
 
     def ended(self, turn: ChatTurn, event: Mapping[str, Any]) -> ChatTurn:
-        """Return the turn after the terminal event of its job."""
+        """Return the finished turn, whose status and note depend on its job's terminal event."""
         if event["type"] == "error":
             error = of_code(event["code"], event["message"], retryable=event["retryable"])
             return self.turn(turn, "failed", error.message, event)
@@ -167,7 +167,7 @@ async def _submit(
 
 
 async def stream(request: Request) -> Response:
-    """Handle `GET /console/chat/{id}/stream`, which streams the last answer's events after the number `after`."""
+    """Handle `GET /console/chat/{id}/stream`, which streams the last answer's events with numbers above `after`."""
     gateway, caller = gateway_of(request), await console_caller(request)
     store = ConsoleChatStore(gateway.redis, caller)
     chat = await _find(request, store)
@@ -215,7 +215,10 @@ def _news(event: Mapping[str, Any]) -> bytes:
 
 
 def _end(turn: ChatTurn) -> bytes:
-    """Return an answer's last frame. It contains the whole text, which replaces the text shown by the page."""
+    """Return an answer's last frame.
+
+    The last frame contains the whole text, which replaces the text shown by the page.
+    """
     return frame({"type": "end", **turn_view(turn)})
 
 
@@ -224,7 +227,7 @@ def _error_frame(error: ApiError) -> bytes:
 
 
 async def _wait(gateway: Gateway, turn: ChatTurn, has_started: bool) -> dict[str, Any]:
-    """Return the reason why no text is arriving, which is that the job is waiting for a slot or for a worker."""
+    """Return the reason why no text is arriving: the job is waiting for a slot or for a worker."""
     text = ""
     with contextlib.suppress(JobError):
         position = await gateway.client.position(turn.job_id)
@@ -250,7 +253,7 @@ async def _settle(store: ConsoleChatStore, chat_id: str, turn: ChatTurn) -> Chat
 
 
 async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
-    """Return a job's turn, built from the job's result because its events have expired."""
+    """Return the finished turn, built from its job's result, for a job whose events have expired."""
     try:
         result: Any = await gateway.client.job(turn.job_id).result(RESULT_S)
     except UnknownJob:
@@ -305,7 +308,7 @@ async def show(request: Request) -> Response:
 
 
 def turn_view(turn: ChatTurn) -> dict[str, Any]:
-    """Return a turn in the form that pages show. Invisible characters in its texts are replaced by visible symbols."""
+    """Return a turn's fields for display. Invisible characters in texts are replaced by visible symbols."""
     rate = "" if turn.tokens_per_s is None else f", {turn.tokens_per_s:.0f} tokens/s"
     return {
         "job_id": turn.job_id,

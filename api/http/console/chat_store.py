@@ -54,13 +54,13 @@ class ConsoleChat(BaseModel):
 
     @property
     def title(self) -> str:
-        """The beginning of the first message, on one line."""
+        """The chat's title, which is the beginning of its first message on one line."""
         words = " ".join(self.turns[0].text.split()) if self.turns else ""
         return words if len(words) <= TITLE_CHARS else f"{words[: TITLE_CHARS - 1]}…"
 
     @property
     def running(self) -> ChatTurn | None:
-        """The turn whose answer is not complete, if there is one."""
+        """The turn whose answer is still being generated, or None."""
         return self.turns[-1] if self.turns and self.turns[-1].status == "running" else None
 
     def messages(self) -> Iterator[dict[str, str]]:
@@ -89,7 +89,7 @@ class ConsoleChat(BaseModel):
 
 
 class ChatEntry(BaseModel):
-    """A chat in the list of chats."""
+    """An entry in the list of chats."""
 
     id: str
     title: str
@@ -164,7 +164,7 @@ class ConsoleChatStore:
         pipe.expire(self._index, CHAT_TTL_S)
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat. Its job is not cancelled."""
+        """Delete a chat. The job of a running answer is not cancelled."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=True) as pipe:
                 self._add_write(pipe, ConsoleChat(id=chat_id))

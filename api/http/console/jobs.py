@@ -95,7 +95,7 @@ async def _list(request: Request, caller: Caller) -> dict[str, Any]:
 
 
 def _row(job: FoundJob, now: float) -> dict[str, Any]:
-    """Return a job with the ages shown in its table row. `now` is the Redis clock's time in Unix seconds."""
+    """Return a job, and the ages that its table row shows. `now` is the Redis clock's time in Unix seconds."""
     since = None if not job.changed_at else age_text(now - job.changed_at)
     return {"job": job, "submitted": age_text(now - job.submitted_at), "since": since}
 

@@ -37,7 +37,7 @@ async def figures(request: Request) -> Response:
 
 
 async def _context(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """Return the data that the visitor may see, as text.
+    """Return the page's data, formatted as text, and limited to the data that the visitor may see.
 
     Only administrators see figures for jobs, workers and Redis.
     """
@@ -127,7 +127,7 @@ def _rate(entries: Sequence[WorkerModel]) -> float | None:
 
 
 def _errors(workers: Sequence[WorkerEntry], model_id: str) -> list[str]:
-    """Return the errors of workers that should serve the model but can't load the model or one of its adapters."""
+    """Return the errors of workers that should serve the model but failed to load it or one of its adapters."""
     return [
         f"{worker.name}: {thing['why']['message']}"
         for worker in workers

@@ -57,7 +57,7 @@ NAVIGATION = (
 def page(
     request: Request, template: str, *, status: int = 200, headers: Mapping[str, str] | None = None, **context: Any
 ) -> Response:
-    """Render a page or page fragment for the visitor found by `console_caller`, if it was called."""
+    """Render a page or page fragment. If `console_caller` has identified a visitor, show what this visitor may see."""
     caller = getattr(request.state, "console_caller", None)
     base = base_of(request)
     sections = [one for one in NAVIGATION if caller is not None and (is_admin(caller) or not one.admins_only)]

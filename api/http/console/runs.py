@@ -57,7 +57,7 @@ async def list_(request: Request) -> Response:
 
 
 async def _list_page(request: Request, caller: Caller, problem: str = "", status: int = 200) -> Response:
-    """Return the page with the caller's runs, and with the problem of a rejected upload."""
+    """Return the page with the caller's runs. `problem` explains why an upload was rejected."""
     runner, query = runner_of(request), PageQuery.of(request.query_params, RUNS_PER_PAGE, RUNS_PER_PAGE)
     found = await runner.batches.records.page(caller, query)
     runs = [await _run_view(runner, record) for record in found[:RUNS_PER_PAGE]]
@@ -82,7 +82,7 @@ async def _list_page(request: Request, caller: Caller, problem: str = "", status
 
 
 async def _runs_of_others(runner: BatchRunner, caller: Caller) -> list[dict[str, Any]]:
-    """Return other tenants' open runs, oldest first, for administrators."""
+    """Return the open runs of other tenants, oldest first. Only administrators see these runs."""
     ids = [batch_id for batch_id, tenant, _ in await runner.batches.open_batches() if tenant != caller.tenant]
     return [await _run_view(runner, record) for record in await runner.batches.records.read_all(ids[:RUNS_PER_PAGE])]
 
@@ -101,7 +101,7 @@ async def _command_runs(request: Request) -> list[dict[str, Any]]:
 async def create(request: Request) -> Response:
     """Handle `POST /console/runs`, which stores the form's file and starts a batch with it.
 
-    The page's script receives JSON. If the browser sends the form without the script, it receives a page.
+    The page's script receives JSON. If the browser sends the form without the script, the response is a page.
     """
     caller, has_script = await console_caller(request), "x-console-upload" in request.headers
     try:

@@ -1,7 +1,8 @@
-"""Identify the console's visitor by a sign-in session, or as this machine while no API key exists.
+"""Identify the console's visitor by a sign-in session.
 
-A session is a random token in a cookie. Redis stores the token's digest with the API key's id and digest, so neither
-Redis nor the browser stores the key. On each request, the gateway checks that the key is still active.
+While no API key exists, visitors on this machine need no session. A session is a random token in a cookie. Redis stores
+the token's digest with the API key's id and digest, so neither Redis nor the browser stores the key. On each request,
+the gateway checks that the key is still active.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def base_of(request: Request) -> str:
 def check_same_origin(request: Request) -> None:
     """Raise ApiError (403) for a request sent by another site's page.
 
-    Such a page may only link to the console. Browsers send `Sec-Fetch-Site` over https and on loopback, and `Origin`
-    with every request that can change data. A request that can change data is therefore rejected if it has neither
-    header.
+    Pages of other sites may only link to the console. Browsers send `Sec-Fetch-Site` over https and on loopback, and
+    `Origin` with every request that can change data. A request that can change data is therefore rejected if it has
+    neither header.
     """
     headers = request.headers
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")

@@ -1,4 +1,4 @@
-"""The console page that shows how tenants share the workers. Only administrators see it."""
+"""The console page that shows how tenants share the workers. Only administrators see this page."""
 
 from __future__ import annotations
 

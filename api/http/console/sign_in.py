@@ -89,7 +89,7 @@ def _host(request: Request) -> dict[str, str]:
 def _target(request: Request, path: str | None) -> str:
     """Return the path if it belongs to a console page, otherwise the console's path.
 
-    A sign-in can't redirect elsewhere.
+    This prevents a sign-in from redirecting to another site.
     """
     base = base_of(request)
     is_own = path is not None and (path == base or path.startswith((f"{base}/", f"{base}?"))) and ".." not in path

@@ -56,7 +56,7 @@ class TableRun(BaseModel):
             raise ApiError(400, "; ".join(map(explain, error.errors()))) from None
 
     def body(self, text: str) -> dict[str, Any]:
-        """Return the body of the request with this text."""
+        """Return the body of a request whose prompt or input is this text."""
         field, content_of = _CONTENT[self.endpoint]
         content = content_of(text)
         if self.endpoint == CHAT and self.system:
@@ -72,7 +72,7 @@ class TableRun(BaseModel):
 
 
 def is_table(name: str) -> bool:
-    """Return whether the file name is that of a table or text file, instead of JSON lines."""
+    """Return whether the file name belongs to a table or text file. All other uploaded files contain JSON lines."""
     return compression_of(Path(name)) == "" and format_of(Path(name), "auto") in ("csv", "tsv", "text")
 
 

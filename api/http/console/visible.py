@@ -15,6 +15,6 @@ _TABLE: dict[int, int | str] = {**_PICTURES, 0x7F: 0x2421, **_NAMED}
 def visible(text: str) -> str:
     """Return the text with each control character and directional override replaced by a visible symbol.
 
-    Newlines and tabs are kept. Text in right-to-left scripts is displayed correctly without such characters.
+    Newlines and tabs are kept. Text in right-to-left scripts is displayed correctly without directional overrides.
     """
     return text.replace("\r\n", "\n").translate(_TABLE)

@@ -79,7 +79,7 @@ async def delete(request: Request) -> Response:
 class ReceivedUpload:
     """A received file that is within its tenant's limits.
 
-    It is deleted at the end of the request unless it is stored.
+    The file is deleted at the end of the request unless it is stored.
     """
 
     form: UploadForm

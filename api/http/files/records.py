@@ -44,7 +44,7 @@ class FileQuota:
     max_bytes: int
 
     def check(self, num_files: int, num_bytes: int) -> None:
-        """Raise ApiError (429) if this number of files and bytes exceeds the tenant's limits."""
+        """Raise ApiError (429) if this number of files or this number of bytes exceeds the tenant's limits."""
         if num_files <= self.max_files and num_bytes <= self.max_bytes:
             return
         raise ApiError(
@@ -75,8 +75,8 @@ class RecordStore:
     async def usage(self, caller: Caller) -> tuple[int, int]:
         """Return the number of files that belong to the caller's tenant, and their total size in bytes.
 
-        Both numbers are computed from the records on each call, so they are exact even after a gateway died while
-        adding a file.
+        The number and the size are computed from the records on each call, so they are exact even after a gateway died
+        while adding a file.
         """
         arguments = [http_record_key(self._kind, ""), ""]
         with reaching_redis():
@@ -105,7 +105,7 @@ class RecordStore:
     async def find(self, object_id: str, caller: Caller) -> Record:
         """Return a record of the caller's tenant.
 
-        Raises ApiError (404) if it does not exist or belongs to another tenant.
+        Raises ApiError (404) if the record does not exist or belongs to another tenant.
         """
         record = await self.read(object_id) if _ID.fullmatch(object_id) else None
         if record is None or record["tenant"] != caller.tenant:
@@ -128,8 +128,8 @@ class RecordStore:
     ) -> tuple[bool, str]:
         """Change fields and announce an event in one step if the status is one of `expected`.
 
-        With a `lease_token`, the lease named after the record must also have this token. Return whether the
-        record was changed, and its status afterwards (or "" if it does not exist).
+        If `lease_token` is given, the lease named after the record must also have this token. Return whether the record
+        was changed, and the record's status afterwards (or "" if the record does not exist).
         """
         lease_key = "" if lease_token is None else http_lease_key(object_id)
         keys = [http_record_key(self._kind, object_id), lease_key, webhook_events_key()]
@@ -141,7 +141,7 @@ class RecordStore:
         return bool(done), json.loads(status) if status else ""
 
     async def delete(self, object_id: str, tenant: str | None) -> bool:
-        """Delete a record, and remove it from its tenant's list. Return False if it did not exist."""
+        """Delete a record, and remove it from its tenant's list. Return False if the record did not exist."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.delete(http_record_key(self._kind, object_id))

@@ -59,7 +59,7 @@ class FileService:
         return self.known_store_id
 
     async def read_store_id(self) -> str | None:
-        """Read the store's id again. Return None if the store is empty. Raises OSError."""
+        """Read the store's id again, and return it, or None if the store is empty. Raises OSError."""
         self.known_store_id = await in_thread(FILES, read_store_id, self.store)
         return self.known_store_id
 
@@ -124,9 +124,9 @@ class FileService:
         return record
 
     async def blocks(self, file_id: str) -> Iterator[bytes]:
-        """Return the contents in blocks.
+        """Return the contents as an iterator over blocks.
 
-        Reading the blocks blocks the thread. Raises ApiError (404 if the contents no longer exist, 503 if the store
+        Each read blocks the calling thread. Raises ApiError (404 if the contents no longer exist, 503 if the store
         can't be reached).
         """
         try:

@@ -36,7 +36,7 @@ class DirectoryStore:
     shares_work = True  # other gateways can read `work_dir`
 
     def __init__(self, root: Path) -> None:
-        """Create a store. Its directory is created by the first write."""
+        """Create a store. The store's directory is created by the first write."""
         self._files = root / "files"
         self.work_dir = root / "work"  # for uploads in progress, and for runs of batches
 
@@ -101,9 +101,10 @@ class DirectoryStore:
 
 
 class UrlStore:
-    """A store on any storage that fsspec supports, for example a bucket. It has the methods of DirectoryStore.
+    """A store on any storage that fsspec supports, for example a bucket.
 
-    The storage must replace objects atomically, like all object stores.
+    This class has the same methods as DirectoryStore. The storage must replace objects atomically, like all object
+    stores.
     """
 
     shares_work = False
@@ -151,7 +152,7 @@ class UrlStore:
             self._system.rm(self._path(name), recursive=True)
 
     def older_than(self, before: float) -> list[str]:
-        """Return an empty result because listing a whole bucket is slow.
+        """Return an empty list, because listing a whole bucket is slow.
 
         The bucket's lifecycle rules can delete old objects.
         """
@@ -205,14 +206,14 @@ def ensure_store_id(store: FileStore) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory and its missing parents with access for this user only."""
+    """Create a directory and its missing parents. Only this user can access the new directories."""
     for missing in reversed([directory, *directory.parents]):
         if not missing.exists():
             missing.mkdir(DIRECTORY_MODE, exist_ok=True)
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Open a new file for writing, with access for this user only. An existing file is replaced."""
+    """Open a new file for writing, which only this user can access. An existing file is replaced."""
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 

@@ -65,7 +65,7 @@ async def receive_form(request: Request, work_dir: Path, limit: int) -> AsyncIte
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:
-    """Delete the remains of uploads to crashed gateways."""
+    """Delete the incomplete uploads that crashed gateways have left behind."""
     for directory in (work_dir / UPLOADS).glob("*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_mtime < now - OLD_S:
@@ -75,7 +75,7 @@ def sweep_uploads(work_dir: Path, now: float) -> None:
 class _FormReader:
     """Parses a form with small fields and one file, which is written to disk.
 
-    Any thread may call its methods, but only one thread at a time.
+    Any thread may call the parser's methods, but only one thread at a time.
     """
 
     def __init__(self, boundary: bytes, directory: Path, limit: int) -> None:

@@ -1,9 +1,9 @@
 """Apply API key limits. Redis counts usage by its own clock, so limits are exact with any number of gateways.
 
-Requests and tokens count for 60 s after they are charged, so their number doesn't exceed the limit in any 60 s
-interval. A request is charged and counts as one job before its body is read. Once the body is known, its estimated
-tokens are charged. At the end, the number of tokens that the request used replaces the estimate. Each job has a lease,
-which its gateway renews. If the gateway dies, its jobs stop counting after LEASE_S.
+Requests and tokens count for 60 s after they are charged, so a key's usage doesn't exceed its limits in any 60 s
+interval. A request is charged and counts as one job before its body is read. Once the body is known, the request's
+estimated tokens are charged. At the end, the number of tokens that the request used replaces the estimate. Each job has
+a lease, which its gateway renews. If a gateway dies, its jobs stop counting towards the limit after LEASE_S.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ class Limiter:
         self._renewing: asyncio.Task[None] | None = None
 
     async def admit(self, entry: KeyEntry) -> tuple[Reservation, LimitDecision]:
-        """Charge one request and one job, unless the decision rejects it. Raises RedisError."""
+        """Charge one request and one job, unless the request is rejected. Raises RedisError."""
         reserved = Reservation(uuid.uuid4().hex, entry.id)
         return reserved, await self._charge(entry, reserved, num_requests=1)
 
     async def reserve(self, entry: KeyEntry, reserved: Reservation) -> LimitDecision:
-        """Charge the tokens and jobs of an admitted request. If the decision rejects them, nothing is charged.
+        """Charge the tokens and jobs of an admitted request. If the charge exceeds a limit, nothing is charged.
 
         Raises RedisError.
         """
@@ -157,7 +157,7 @@ class Limiter:
     async def settle(self, reserved: Reservation, num_tokens: int | None) -> None:
         """Replace the estimate with the number of tokens that the request used.
 
-        If the number is None, keep the estimate. If this call raises RedisError, the leases expire by themselves.
+        If `num_tokens` is None, keep the estimate. If this call raises RedisError, the leases expire by themselves.
         """
         self._running.pop(reserved.id, None)
         taken = reserved.num_tokens if num_tokens is None else num_tokens

@@ -20,7 +20,7 @@ async def tags(request: Request) -> Response:
 
 
 async def ps(request: Request) -> Response:
-    """Handle `GET /api/ps`. It lists all models that accept jobs because these models are in memory."""
+    """Handle `GET /api/ps`. The answer lists all models that accept jobs, because all of these models are in memory."""
     caller = await caller_of(request)
     return JSONResponse({"models": list(map(running, await gateway_of(request).models(caller)))})
 

@@ -1,4 +1,7 @@
-"""Ollama's endpoints that change models. Their requests are rejected because models are managed on workers."""
+"""Ollama's endpoints that change models.
+
+Requests to these endpoints are rejected, because models are managed on workers.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The endpoint that serves the OpenAPI document.
 
-It doesn't require an API key because the document contains no secrets.
+The endpoint doesn't require an API key, because the document contains no secrets.
 """
 
 from __future__ import annotations

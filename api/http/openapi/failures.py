@@ -1,4 +1,4 @@
-"""Group the error codes by the tasks that endpoints perform, and describe the error responses."""
+"""Define which error codes each kind of endpoint can return, and describe the error responses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RequestFailure:
 
 
 def failures_of(reasons: Iterable[str | int], styles: Iterable[ErrorStyle]) -> dict[int, list[RequestFailure]]:
-    """Return the failures in each error style, keyed by status.
+    """Return one failure for each reason and error style, grouped by HTTP status.
 
     A reason is an error code, or the status of an error without a code.
     """

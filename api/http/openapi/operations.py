@@ -1,7 +1,7 @@
 """The table of all gateway operations.
 
-A test fails for each endpoint without a row. A row contains only properties that the endpoint's code doesn't define
-elsewhere: a summary, the shapes of the answers, the reasons for failures, and examples.
+A test fails for each endpoint without a row. A row contains only properties that the endpoint's code doesn't define: a
+summary, the shapes of the answers, the reasons for failures, and examples.
 """
 
 from __future__ import annotations

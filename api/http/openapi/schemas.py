@@ -33,9 +33,9 @@ class UntitledSchemas(GenerateJsonSchema):
 class BodyTable:
     """Describes an endpoint's JSON body with the tables that the endpoint itself uses.
 
-    If `own` defines a shape for a parameter, the parameter has this shape. Otherwise, `rules` determine its handling,
-    and a parameter without a rule has the shape of the job parameter. `names` lists the accepted parameters (default:
-    all parameters in `own`, in `rules` and of the job).
+    If `own` defines a shape for a parameter, the parameter has this shape. For other parameters, `rules` determine the
+    handling, and a parameter without a rule has the shape of the job parameter. `names` lists the accepted parameters
+    (default: all parameters of `own`, `rules` and the job).
     """
 
     own: type
@@ -118,7 +118,10 @@ def _callers_type(info: FieldInfo) -> Any:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an optional parameter, which also allows null if the parameter is not set."""
+    """Return an optional parameter's schema, extended to allow null.
+
+    Null has the same effect as omitting the parameter.
+    """
     description = {"description": schema["description"]} if "description" in schema else {}
     kind = {name: value for name, value in schema.items() if name != "description"}
     if not kind:

@@ -116,7 +116,7 @@ class TokenCount(TypedDict):
 
 
 class DetokenizedText(TypedDict):
-    """The text of the tokens, under the names that llama-server and vLLM use."""
+    """The text of the tokens, once under llama-server's member name and once under vLLM's."""
 
     content: str
     prompt: str
@@ -169,7 +169,7 @@ InfillPiece = StreamedInfill | Infill
 
 
 class RerankDocument(TypedDict):
-    """A document in the form of an object."""
+    """A document that is given as an object."""
 
     text: str
 

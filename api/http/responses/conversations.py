@@ -1,4 +1,7 @@
-"""Count a conversation's tokens, or replace a conversation with a summary. These requests don't store a record."""
+"""Count a conversation's tokens, or replace a conversation with a summary.
+
+Requests to these endpoints don't store a record.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")  # contains the id of the re
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A response that is continued by a new response. `has_context` is True while Redis stores the context's tokens."""
+    """A response that a new response continues. `has_context` is True while Redis stores the context's tokens."""
 
     record: ResponseRecord
     status: ResponseStatus
@@ -53,8 +53,8 @@ class Previous:
     ) -> str | None:
         """Return the `parent_key` for a continuation, or None if the new response would have a different context.
 
-        Only a user message can continue a context because many chat templates reject tool results without their calls,
-        and system messages within a conversation.
+        Only a user message can continue a context. Many chat templates reject tool results without their calls, and
+        system messages within a conversation.
         """
         record = self.record
         is_same = self.has_context and self.status.response["status"] == "completed"
@@ -110,8 +110,8 @@ async def items_before(parsed: ParsedRequest, records: ResponseStore, previous: 
         if num_turns > MAX_TURNS:
             raise ApiError(
                 400,
-                f"{_FIELD}: more than {MAX_TURNS} responses come before this one, and its instructions, tools or model "
-                "differ from theirs; send the conversation as input",
+                f"{_FIELD}: the conversation has more than {MAX_TURNS} responses, and its context can't be reused, "
+                "for example because the instructions, tools or model have changed; send the conversation as input",
                 param=_FIELD,
             )
         found = await _finished(parsed, records, at)
@@ -145,7 +145,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
     is_stream, background = flag(body, "stream"), flag(body, "background")
     store, tier = flag(body, "store", default=True), parsed.tier()
     if background and not store:
-        raise ApiError(400, "background requires store: true; set it, or remove background", param="background")
+        raise ApiError(400, "background requires store: true; set store, or remove background", param="background")
     if body.get("input") is None:
         raise ApiError(400, "input is missing; send a string or a list of items", param="input")
     response_id = new_id(parsed.idempotency_key)
@@ -202,7 +202,7 @@ async def _without_references(parsed: ParsedRequest, records: ResponseStore) -> 
         if item_id not in stored:
             raise ApiError(
                 404,
-                f"input[{index}].id is {shorten(item_id)}, which is not the id of an item of a stored response; send "
+                f"input[{index}].id is {shorten(item_id)}, which is not the id of a stored response's item; send "
                 "the item itself",
                 param="input",
             )

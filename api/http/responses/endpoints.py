@@ -48,13 +48,13 @@ async def retrieve(request: Request) -> Response:
     status = await status_of(gateway, record)
     if not is_stream:
         if after is not None:
-            raise ApiError(400, "starting_after requires stream=true; set it", param="starting_after")
+            raise ApiError(400, "starting_after requires stream=true; add stream=true", param="starting_after")
         return JSONResponse(status.response, headers=warning_headers(status.response))
     if not status.has_all_events:
         raise ApiError(
             404,
-            f"stream: the events of {record.id} have expired {gateway.settings.event_ttl_s} s after its end "
-            "(event_ttl_s); retrieve it without stream",
+            f"stream: the events of {record.id} expired {gateway.settings.event_ttl_s} s after the response ended "
+            "(event_ttl_s); retrieve the response without stream",
             code="events_gone",
             param="stream",
         )
@@ -107,7 +107,10 @@ async def input_items(request: Request) -> Response:
 
 
 async def _requested(request: Request) -> tuple[Gateway, ResponseRecord]:
-    """Return the gateway and the response in the path. Raises ApiError (404) if the response is not the caller's."""
+    """Return the gateway and the response in the path.
+
+    Raises ApiError (404) if the response does not belong to the caller.
+    """
     gateway = gateway_of(request)
     caller = await caller_of(request)
     return gateway, await ResponseStore(gateway).read(request.path_params["response_id"], caller)

@@ -31,8 +31,8 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 class ResponseStatus:
     """The current state of a response.
 
-    `response` is the object for clients. When the response has ended, `finish_key` is the key of its context, if there
-    is one. `has_all_events` is False if events have expired, so the response can't be streamed.
+    `response` is the object for clients. When the response has ended, `finish_key` is the key of its context, or None
+    if it has no context. `has_all_events` is False if events have expired, so the response can't be streamed.
     """
 
     response: dict[str, Any]
@@ -83,7 +83,7 @@ def _ended(response_events: ResponseEvents, events: list[Mapping[str, Any]]) -> 
 
 
 async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseStatus | None:
-    """Return the status after all of the journal's events, or None if some events have expired.
+    """Return the response's status after its journal's last event, or None if some events have expired.
 
     Events are read in pages so that other requests can be served in between. A journal may contain as many events as
     the model's context has tokens.
@@ -158,7 +158,7 @@ async def frames(
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the last frame of a stream that can't be continued. This frame doesn't have a number."""
+    """Return the last frame of a stream that can't be continued. This frame has no sequence number."""
     return frame(error.envelope)
 
 

@@ -76,8 +76,8 @@ class ResponseStore:
     async def read(self, response_id: str, caller: Caller) -> ResponseRecord:
         """Return a record.
 
-        Raises ApiError (404) if it does not exist, has `store: false`, or belongs to another tenant. The error is also
-        raised if the caller may not use the record's model.
+        Raises ApiError (404) if the record does not exist, has `store: false`, or belongs to another tenant. The error
+        is also raised if the caller may not use the record's model.
         """
         if _ID.fullmatch(response_id):
             with reaching_redis():
@@ -113,6 +113,6 @@ class ResponseStore:
         await self.withdraw(record)
 
     async def _has_result(self, job_id: str) -> bool:
-        """Return whether a finished job's result is in Celery's result backend, which makes the job complete."""
+        """Return whether the result of a job that has ended is stored in Celery's result backend."""
         with reaching_redis():
             return await self._redis.zscore(due_key(), job_id) is None

@@ -108,7 +108,7 @@ class Webhooks:
                 "webhook endpoint disabled",
                 endpoint=endpoint.id,
                 status=410,
-                detail="the endpoint receives no more events",
+                detail="no more events are sent to this endpoint",
             )
             await self._endpoints.disable(endpoint)
         retry_in_s = None if outcome.is_gone else wait_after(delivery.attempts, outcome)

@@ -1,6 +1,6 @@
 """Record webhook deliveries in Redis.
 
-Each delivery is created from an announced event, leased by a gateway, and settled by the lease's holder.
+Each delivery is created from an announced event, leased by a gateway, and settled by the gateway that holds the lease.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class DeliveryLedger:
         return [_delivery(delivery_id.decode(), fields) for delivery_id, fields in taken]
 
     async def settle(self, delivery: Delivery, retry_in_s: float | None = None) -> bool:
-        """End a delivery or schedule its next attempt. Return False if another gateway now holds its lease."""
+        """End a delivery or schedule its next attempt.
+
+        Return False if another gateway now holds the delivery's lease.
+        """
         wait = "" if retry_in_s is None else f"{retry_in_s:.3f}"
         keys = [webhook_due_key(), webhook_delivery_key(delivery.id)]
         return bool(await self._scripts["settle"](keys=keys, args=[delivery.id, self._token, wait]))

@@ -28,12 +28,12 @@ _PORTS = {"https": 443, "http": 80}
 
 
 class AddressRefused(Exception):
-    """The webhook's URL points to an address that webhooks may not call."""
+    """The webhook's URL resolves to an address that webhooks may not call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address to connect to, so that the host name is not resolved a second time."""
+    """The address to connect to. The address is stored so that the host name is not resolved a second time."""
 
     address: str
     host: str
@@ -49,8 +49,8 @@ async def resolve_host(host: str, port: int) -> list[str]:
 async def target_of(url: str, *, private: bool = False, resolve: Resolver = resolve_host) -> Target:
     """Resolve a webhook's URL.
 
-    Raises OSError if its host name has no address. Raises AddressRefused if any of the addresses is not global, unless
-    `private` allows it.
+    Raises OSError if the URL's host name has no address. Raises AddressRefused if any of the addresses is not global,
+    unless `private` allows it.
     """
     parts = urlsplit(url)
     if parts.scheme != "https" and not private:
@@ -103,7 +103,7 @@ class DeliveryOutcome:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the endpoint's response rejects all further events."""
+        """Whether the endpoint has answered 410 (Gone), which rejects all further events."""
         return self.status == GONE
 
 
@@ -120,7 +120,7 @@ def body_of(delivery: Delivery) -> bytes:
 
 
 class Sender:
-    """Sends webhooks. It doesn't follow redirects, use proxies or reuse connections."""
+    """Sends webhooks. The sender doesn't follow redirects, use proxies or reuse connections."""
 
     def __init__(
         self,
@@ -175,6 +175,6 @@ class Sender:
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Return the number of seconds to wait before the next attempt, as requested by the endpoint. Dates are ignored."""
+    """Return the wait in seconds that the endpoint requests in `Retry-After`, or 0. Dates in the header are ignored."""
     value = answer.headers.get("retry-after", "")
     return float(min(int(value), MAX_RETRY_AFTER_S)) if value.isdecimal() and len(value) < 10 else 0.0

@@ -133,7 +133,7 @@ def metadata_of(given: Any) -> dict[str, str]:
 
 
 def _is_text(value: Any, max_chars: int) -> bool:
-    """Return whether the value is a valid text of at most the maximum length.
+    """Return whether the value is a valid Unicode string that is not too long.
 
     JSON can contain half of a surrogate pair, but responses can't.
     """

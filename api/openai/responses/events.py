@@ -40,7 +40,10 @@ class ResponseEvents:
         self._end: dict[str, Any] = {}
 
     def start(self) -> list[dict[str, Any]]:
-        """Return the events that precede the first event of the journal. They depend only on the record."""
+        """Return the events that precede the first event of the journal.
+
+        These first events depend only on the record.
+        """
         events = [{"type": "response.created", "response": self.response()}]
         if self._record.background:
             events.append({"type": "response.queued", "response": self.response()})
@@ -183,7 +186,7 @@ class OutputItems:
     _open: _Open | None = None
 
     def add(self, kind: str, text: str, entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Add reasoning or text. If an item of the other kind is open, it is completed first."""
+        """Add reasoning or text. If an open item has a different kind, this item is completed first."""
         if not text and not entries:
             return
         if self._open is not None and self._open.kind != kind:

@@ -35,7 +35,7 @@ def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
     _check_ids(known)
     if not known:
         raise InvalidJob(
-            "input is a list without messages; send a text, or items of type message or function_call_output"
+            "input is a list without messages; send a string, or items of type message or function_call_output"
         )
     return known
 
@@ -86,7 +86,10 @@ def _read_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reasoning, with its signature (`encrypted_content`) if it has one. Its summary is ignored."""
+    """Return the reasoning, with its signature (`encrypted_content`) if it has one.
+
+    The reasoning's summary is ignored.
+    """
     texts = _texts(f"{where}.content", item["content"]) if item.get("content") else []
     signature = (
         {} if item.get("encrypted_content") is None else {"encrypted_content": _text(where, item, "encrypted_content")}
@@ -128,7 +131,7 @@ def _checked(where: str, text: str) -> str:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """Return the texts in a message's content, which is a text or a list of parts. Refusals are treated as text."""
+    """Return the texts in a message's content, which is a string or a list of parts. Refusals are treated as text."""
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):
@@ -151,8 +154,8 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat's messages.
 
     Consecutive reasoning, text and calls become one assistant message. Reasoning is sent without its signature, which
-    is valid only for the original messages. The new messages differ from them because instructions apply to one
-    response only.
+    is valid only for the original messages. The new messages differ from the original messages, because instructions
+    apply to one response only.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that the next item may extend

@@ -11,7 +11,7 @@ from typing import Any
 class ResponseRecord:
     """The stored record of a response.
 
-    For tenants other than `tenant`, requests with its id return 404. `items` contains the items in the body's `input`.
+    Requests from tenants other than `tenant` get a 404 error. `items` contains the items in the body's `input`.
     `params` contains the job's parameters, except the messages and the model. If there is a `parent_key`, the job
     appends the items to the context with this key. Otherwise, the whole conversation is built from the records of
     `previous` and its predecessors.

@@ -47,7 +47,7 @@ class InputMessage(TypedDict):
 
 
 class InputFunctionCall(TypedDict):
-    """A tool call by the model that the client sends back."""
+    """A model's tool call, which the client sends back."""
 
     type: Literal["function_call"]
     id: NotRequired[str]
@@ -67,7 +67,7 @@ class InputFunctionOutput(TypedDict):
 
 
 class InputReasoning(TypedDict):
-    """Reasoning from the model that the client sends back."""
+    """A model's reasoning, which the client sends back."""
 
     type: Literal["reasoning"]
     id: NotRequired[str]
@@ -175,7 +175,7 @@ class OutputTextPart(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """The model's reasoning. `encrypted_content` is its signature."""
+    """The model's reasoning. `encrypted_content` is the reasoning's signature."""
 
     id: str
     type: Literal["reasoning"]
@@ -227,7 +227,7 @@ class StoredPart(TypedDict):
 
 
 class StoredInputItem(TypedDict):
-    """An input item as it was stored. Its members depend on its type."""
+    """An input item as it was stored. The members depend on the item's type."""
 
     id: str
     type: Literal["message", "function_call", "function_call_output", "reasoning"]

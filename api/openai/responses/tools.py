@@ -1,8 +1,8 @@
 """Convert a body's tools into functions, including the functions in tools of type `namespace`.
 
 Chat templates support only functions, so a function in a namespace is offered to the model as `NAMESPACE__NAME`. When
-clients receive calls of this function and send them back, the two parts are in `namespace` and `name`. Functions raise
-InvalidJob.
+clients receive calls of this function and send them back, the two parts of the name are in the fields `namespace` and
+`name`. Functions raise InvalidJob.
 """
 
 from __future__ import annotations

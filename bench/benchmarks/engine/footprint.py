@@ -40,7 +40,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=int, default=len(CASES), help="number of cases per model (default: all)")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="number of option sets per model (default: all)")
     parser.add_argument(
         "--shapes", type=int, default=len(SHAPES), help="number of additional model shapes to measure (default: all)"
     )
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict[str, Any]:
-    """Take a measurement in a new process, which has not used any memory yet."""
+    """Measure the memory in a new process, so that earlier allocations don't affect the result."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result: dict[str, Any] = pool.apply(_measure, (path, options, capability))
     return result
@@ -111,7 +111,7 @@ def _mib(footprint: Footprint, part: str) -> float:
 
 
 def _use(model: Any, options: EngineOptions, capabilities: frozenset[str]) -> None:
-    """Fill every slot, and compute a full batch."""
+    """Compute a full batch in all slots, and embed the longest text, depending on the model's capabilities."""
     if "generate" in capabilities:
         length = max(16, -(-options.n_batch // options.num_slots))
         prompts = [tuple(range(300 + slot, 300 + slot + length)) for slot in range(options.num_slots)]

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _first(path: Path, args: argparse.Namespace) -> Report:
-    """Return the median times of several prompts.
+    """Measure the median time to first token for each location of the prompts' states.
 
     All engines have only one slot, so the states of earlier prompts are in RAM or on disk.
     """
@@ -159,7 +159,7 @@ def _first_row(way: str, each: Sequence[Completion]) -> dict[str, Any]:
 
 
 def _forget_pages(folder: Path) -> None:
-    """Drop these files from the system's page cache."""
+    """Remove the folder's state files from the system's page cache."""
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -182,10 +182,10 @@ Ask = Callable[[str, Sequence[int], int], Turn]  # conversation, prompt, new tok
 
 
 def _chats(path: Path, args: argparse.Namespace) -> Report:
-    """Run conversations whose turns arrive at a steady rate, first all first turns, then all second turns, and so on.
+    """Run conversations whose turns arrive at a steady rate: all first turns, then all second turns, and so on.
 
-    Therefore, when a conversation's state is needed, it is always the least recently used state. The RAM limit is the
-    same for all variants.
+    Therefore, each turn needs the state that has been unused for the longest time. The RAM limit is the same for all
+    variants.
     """
     size = args.opening + args.turns * (args.message + args.new) + 1
     ram_mib = -(-args.in_ram * _state_bytes(path, size) // MIB)
@@ -278,7 +278,7 @@ def _chat_row(way: str, turns: Sequence[Turn], seconds: float) -> dict[str, Any]
 
 
 class TimedStream:
-    """A long generation and the times of its tokens."""
+    """A long streamed generation that records the time of each token."""
 
     def __init__(self, model: Model, prompt: list[int]) -> None:
         self.times: list[float] = []
@@ -303,12 +303,12 @@ class TimedStream:
             self._changed.wait_for(lambda: len(self.times) >= count or self.handle.done)
 
     def gaps_ms(self, since: float, until: float) -> list[float]:
-        """Return the gaps between tokens that overlap with a period of time."""
+        """Return the gaps between tokens, in milliseconds, that overlap the period from `since` to `until`."""
         times = list(self.times)
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b > since and a < until]
 
     def gaps_alone_ms(self, seconds: float) -> list[float]:
-        """Let the stream run alone for `seconds`, and return its gaps."""
+        """Let the stream run alone for `seconds`, and return the gaps between its tokens in milliseconds."""
         started = time.monotonic()
         while time.monotonic() < started + seconds and not self.handle.done:
             self.wait_for(len(self.times) + 1)
@@ -316,7 +316,7 @@ class TimedStream:
 
 
 def _gaps(path: Path, args: argparse.Namespace) -> Report:
-    """Measure gaps while states are written.
+    """Measure the gaps between a stream's tokens while states are written to disk.
 
     The states are written from slots in the first round, and from RAM in later rounds.
     """
@@ -384,7 +384,7 @@ def _fill(model: Model, args: argparse.Namespace) -> None:
 
 
 def _load(path: Path, args: argparse.Namespace) -> Report:
-    """Measure requests without shared prefixes, alternating between runs with and without a cache directory."""
+    """Measure the throughput without shared prefixes, alternating runs with and without a cache directory."""
     rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
         prompts = random_prompts(args.requests, LOAD_PROMPT, seed=args.seed + 1 + number)

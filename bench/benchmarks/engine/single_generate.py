@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
-    """Return the median milliseconds to the first token, tokens per second after it, and milliseconds in total."""
+    """Return the medians of the time to first token in ms, the rate in tokens per second, and the total time in ms."""
     times = [completion.timings for completion in done]
     return (
         median(one.ttft_ms or 0.0 for one in times),
@@ -53,7 +53,7 @@ def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
 
 
 def _of_server(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """Return the same three medians for llama-server."""
+    """Return the medians of llama-server's time to first token, rate and total time, in the units of `_of_engine`."""
     rate = median(reply.generation_rate for reply in replies)
     return median(reply.ttft_s for reply in replies) * 1e3, rate, median(reply.total_s for reply in replies) * 1e3
 

@@ -51,7 +51,7 @@ CAVEATS = (
 
 
 class WorkRun(NamedTuple):
-    """The result of one run of the work."""
+    """The generated tokens of one run, with the rate and the numbers of accepted and rejected draft tokens."""
 
     rate: float  # tokens per second
     tokens: list[tuple[int, ...]]
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="*",
         default=[1, 4, 16],
-        help="numbers of streams to measure with llama-server",
+        help="stream counts to measure with llama-server",
     )
     parser.add_argument(
         "--new", type=int, default=None, help="number of tokens per request (default: depends on the kind)"
@@ -130,14 +130,14 @@ def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Pr
 
 
 def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
-    """Return the prompts of a run, which are one per stream, or three consecutive prompts for a single stream."""
+    """Yield groups of prompts to run concurrently: one prompt per stream, or three groups for a single stream."""
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]
 
 
 def _run(model: Model, work: PredictableWork, streams: int, scope: str) -> WorkRun:
-    """Run the work in a separate scope, so that it can't use cached prefixes from earlier runs."""
+    """Run the work in a separate cache scope, so that requests can't reuse prefixes cached by earlier runs."""
     groups: list[Together] = []
     for prompts in _groups(work, streams):
         params = {"max_tokens": work.num_new, "ignore_eos": True, **work.params, "cache_scope": scope}
@@ -167,7 +167,7 @@ def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> di
 
 
 def _ask(peer: LlamaServer, work: PredictableWork, streams: int) -> float:
-    """Return the tokens per second after each stream's first token. Prompts are prefilled anew, as in cellama."""
+    """Return llama-server's tokens per second after each stream's first token. Cached prefixes are not reused."""
     seconds, num_tokens = 0.0, 0.0
     for prompts in _groups(work, streams):
         with ThreadPoolExecutor(len(prompts)) as threads:
@@ -183,7 +183,7 @@ def _timed(peer: LlamaServer, prompt: Sequence[int], num_new: int) -> tuple[floa
 
 
 def _share_after(asked: float, reply: Reply, began: float) -> float:
-    """Estimate the number of a reply's tokens that arrived after `began`.
+    """Estimate how many of a reply's tokens arrived after `began`.
 
     A piece of text may contain several tokens.
     """

@@ -144,7 +144,7 @@ def _figures(rate: float, ttft_ms: Sequence[float], gaps_ms: Sequence[float]) ->
 
 
 class _Gaps:
-    """Records the milliseconds between one request's pieces of text."""
+    """Records the gaps between a request's pieces of text, in milliseconds."""
 
     def __init__(self, gaps_ms: list[float]) -> None:
         self._gaps_ms, self._last = gaps_ms, 0.0

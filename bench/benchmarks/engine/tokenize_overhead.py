@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[1, 4, 8],
-        help="numbers of concurrently generating callers to measure",
+        help="numbers of concurrent callers to measure during generation",
     )
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--new", type=int, default=8, help="number of tokens to generate per call")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
 def _ways(
     model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
 ) -> dict[tuple[str, str], Call]:
-    """Return a function that generates text for each server and kind of input."""
+    """Return functions that generate text, one for each server and kind of input."""
     once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
     ways: dict[tuple[str, str], Call] = {
         (OURS, TEXT): lambda: model.engine.generate(text, **once),

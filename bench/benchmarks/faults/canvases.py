@@ -96,14 +96,14 @@ class Canvas:
     point: str = ""  # where a worker dies
 
     def marked_id(self) -> str:
-        """Return the id of the job during which a worker dies."""
+        """Return the id of the job or chord body at which a worker dies."""
         if self.point in ("claimed", "called") or (self.kind, self.point) == ("broken chord", "failing"):
             return self.chord_body
         return (self.failing or self.jobs)[0]
 
 
 class Builder:
-    """Builds canvases of each kind in turn. Canvases with the same number have the same prompts."""
+    """Builds canvases of any kind. Canvases with the same number have the same prompts."""
 
     def __init__(self, args: argparse.Namespace, logprobs: int | None = None) -> None:
         self._args = args
@@ -111,7 +111,10 @@ class Builder:
         self._number = 0
 
     def build(self, number: int, kind: str, point: str, again: int = 0) -> Canvas:
-        """Return a canvas whose worker dies at `point`, if a point is set. `again` makes the names of steps unique."""
+        """Return a canvas whose worker dies at `point`, unless `point` is empty.
+
+        `again` is the number of the repetition, which makes the names of the steps unique.
+        """
         self._number = number
         canvas: Canvas = getattr(self, f"_{kind.replace(' ', '_')}")(kind, f"{number} {kind} {point} {again}")
         canvas.number, canvas.point = number, point
@@ -211,7 +214,7 @@ class Builder:
 
 
 class CanvasScenario:
-    """Runs canvases on one service, with a worker of another app for their next steps."""
+    """Runs canvases on a service. A worker of another app runs the next steps."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service
@@ -225,7 +228,7 @@ class CanvasScenario:
         return self._run("canvas", planned, self._all_at_once, self._kill_at_any_moment)
 
     def ends(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Kill a worker between the end of each job and its next step, and return rows and violations."""
+        """Kill a worker between the end of each marked job and the job's next step, and return rows and violations."""
         ends = [(kind, point) for kind, point in ENDS if point in self._args.points]
         planned = list(islice(cycle(ends), self._args.ends))
         random.Random(self._args.seed).shuffle(planned)
@@ -380,7 +383,7 @@ class _CanvasCheck:
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
     def missing_steps(self) -> list[str]:
-        """Return the names of steps that ran less often than expected, along with their numbers of runs."""
+        """Return a line for each step that ran less often than expected, with the actual and expected runs."""
         steps = [step for canvas in self._canvases for step in canvas.steps.items()]
         return [f"{name}: {ran} of {times}" for name, times in steps if (ran := self._runs.get(name, 0)) < times]
 
@@ -415,7 +418,7 @@ class _CanvasCheck:
         return lines
 
     def by_point(self, kills: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """Return a row for each point, with the number of workers killed there and the outcomes of their canvases."""
+        """Return a row for each point, with the numbers of killed workers, lost steps and repeated steps."""
         used = Counter(point for point, _ in kills)
         rows = []
         for point in fatal_points.POINTS:
@@ -431,7 +434,7 @@ class _CanvasCheck:
         return steps + sum(not has_final_state(meta) for meta in metas(self._redis, canvas.results))
 
     def _num_twice(self, canvas: Canvas) -> int:
-        """Return the number of repeated runs of steps."""
+        """Return the number of step runs beyond the expected number."""
         return sum(max(0, self._runs.get(name, 0) - times) for name, times in canvas.steps.items())
 
     def _texts(self) -> Counter[str]:

@@ -62,17 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chord", type=int, default=50, help="number of parts per chord")
     parser.add_argument(
-        "--ends", type=int, default=2 * len(ENDS), help="number of kills between a job and its next step"
+        "--ends", type=int, default=2 * len(ENDS), help="number of workers to kill between a job and its next step"
     )
     parser.add_argument(
         "--points",
         nargs="+",
         choices=list(POINTS),
         default=list(POINTS),
-        help="points between a job and its next step at which to kill workers",
+        help="points between a job and its next step at which workers are killed",
     )
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
-    parser.add_argument("--refused", type=float, default=5.0, help="duration of each refusal in seconds")
+    parser.add_argument("--refused", type=float, default=5.0, help="seconds for which Redis refuses commands each time")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to stop workers in the `expired` scenario"
     )

@@ -1,8 +1,8 @@
 """Check that each job ends once when its worker and half of the journals are lost.
 
-While no worker is running, the journals outlive `journal_ttl_s`. Then half of them are deleted as if they had expired.
-Jobs without a journal end with `stream_trimmed`, and the other jobs resume. No job may be repeated endlessly, and both
-the journal and Celery's result must contain each job's end.
+Journals of unfinished jobs must not expire while no worker is running, even after `journal_ttl_s`. Half of these
+journals are then deleted, as if they had expired. Jobs without a journal end with `stream_trimmed`, and the other jobs
+resume. No job may be repeated endlessly, and both the journal and Celery's result must contain each job's end.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ExpiryScenario(Scenario):
         return int(self._redis.xlen(journal_key(job_id)))
 
     def _begun(self, jobs: Sequence[str]) -> list[str]:
-        """Return the started jobs, or an empty list until some of them have tokens in the journal."""
+        """Return the ids of started jobs, or an empty list until enough of these jobs have tokens in their journals."""
         begun = [job_id for job_id in jobs if self._num_events(job_id)]
         streaming = [job_id for job_id in begun if self._num_events(job_id) >= FEW_EVENTS]
         return begun if len(streaming) >= NUM_CANCELLED else []
@@ -124,7 +124,7 @@ class ExpiryScenario(Scenario):
         return list(job_ids)
 
     def _wait(self, jobs: Sequence[str]) -> None:
-        """Wait until all jobs have ended in journals and Celery's results, or no job has ended for a while."""
+        """Wait until journals and Celery's results contain each job's end, or until no job has ended for a while."""
 
         def num_ended() -> int:
             journals = [journal_of(self._redis, job_id) for job_id in jobs]

@@ -62,10 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warm-up", type=int, default=200, help="number of random payloads to send before measuring memory and keys"
     )
-    parser.add_argument("--corpus", default="", metavar="PART", help="run only entries whose names contain this text")
+    parser.add_argument("--corpus", default="", metavar="PART", help="run only entries whose names contain this string")
     parser.add_argument("--in-flight", type=int, default=8, help="number of random payloads to keep in flight")
     parser.add_argument("--in-flight-corpus", type=int, default=1, help="number of corpus entries to keep in flight")
-    parser.add_argument("--good", type=int, default=4, help="number of other jobs to keep in flight")
+    parser.add_argument("--good", type=int, default=4, help="number of other users' jobs to keep in flight")
     parser.add_argument("--limit", type=float, default=20.0, help="time limit in seconds per payload")
 
 
@@ -118,7 +118,7 @@ def _slots_busy(redis: Redis) -> int:
 
 
 def _lasting_keys(redis: Redis) -> frozenset[str]:
-    """Return the keys without an expiry, which would remain permanently."""
+    """Return the keys that have no expiry and would therefore remain in Redis permanently."""
     keys = list(redis.scan_iter(count=1000))
     pipeline = redis.pipeline(transaction=False)
     for key in keys:
@@ -129,7 +129,7 @@ def _lasting_keys(redis: Redis) -> frozenset[str]:
 
 @dataclass
 class _Job:
-    """A sent job and its data for later checks."""
+    """A job that was sent, and the data with which its outcome is checked."""
 
     id: str
     sent_at: float
@@ -140,7 +140,7 @@ class _Job:
 
 @dataclass
 class _Tally:
-    """The outcome of one phase."""
+    """The counts of payloads and jobs in one phase, with the longest time and the peak memory."""
 
     good: int = 0
     good_off: int = 0
@@ -153,7 +153,7 @@ class _Tally:
 
 
 class _Fuzz:
-    """A service with two producers. Only one of them checks payloads."""
+    """A service with two producers, of which only one checks payloads."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         from cellama.tasks import app
@@ -174,7 +174,7 @@ class _Fuzz:
         self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
 
     def run(self, phase: str, payloads: Iterable[FuzzPayload], at_once: int) -> dict[str, Any]:
-        """Send payloads while limiting the number in flight, and collect their outcomes and those of the other jobs."""
+        """Send payloads, with at most `at_once` in flight, and count the outcomes of payloads and other users' jobs."""
         self._tally = tally = _Tally()
         started, source, open_ = time.monotonic(), iter(payloads), True
         while open_ or self._jobs:
@@ -192,7 +192,7 @@ class _Fuzz:
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
     def level(self, before: _Level | None = None) -> _Level:
-        """Wait until no job is running and usage is back at the initial level, or until a timeout. Return the level."""
+        """Return the resource usage when no job is running and the usage is back at `before`, or after a timeout."""
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))

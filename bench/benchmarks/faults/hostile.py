@@ -26,7 +26,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 @dataclass(frozen=True, slots=True)
 class FuzzPayload:
-    """A valid or invalid call to a task."""
+    """A call to a task, with valid or invalid arguments."""
 
     name: str
     task: str
@@ -36,14 +36,14 @@ class FuzzPayload:
 
 
 def corpus() -> list[FuzzPayload]:
-    """Return all entries, which have unique names."""
+    """Return all corpus entries. Each entry has a unique name."""
     return [*_surrogates(), *_sampling(), *_grammars(), *_schemas(), *_texts(), *_sizes(), *_messages()]
 
 
 def full_contexts() -> list[FuzzPayload]:
     """Return valid jobs that fill the model's contexts.
 
-    The operating system only counts a context's memory after it was written to.
+    The operating system counts a context's memory only after the memory has been written to.
     """
     text = "a little fox " * 2000
     return [
@@ -86,7 +86,7 @@ def _surrogates() -> Iterator[FuzzPayload]:
 
 
 def _sampling() -> Iterator[FuzzPayload]:
-    """Yield numbers at which formulas overflow, divide by zero or allocate memory."""
+    """Yield jobs with numbers at which formulas overflow, divide by zero or allocate too much memory."""
     yield _generate("mirostat with a huge tau", mirostat=1, mirostat_tau=600)
     yield _generate("mirostat 2 with a huge tau", mirostat=2, mirostat_tau=1e308, mirostat_eta=1e308)
     confident = {"mirostat": 1, "mirostat_eta": 1.0, "ignore_eos": True, "logit_bias": {"300": 1000}}

@@ -36,7 +36,7 @@ _GUIDANCE: tuple[Any, ...] = (
 
 
 def hostile_form(seed: int, number: int) -> FuzzPayload:
-    """Return the payload with this number. The payload depends only on the number and the seed."""
+    """Return payload number `number`, which depends only on this number and the seed."""
     random = Random(f"forms {seed} {number}")
     make = _KINDS[number % len(_KINDS)]
     params = {
@@ -77,7 +77,7 @@ def _json(schema: Schema) -> str:
 
 
 def _deep(random: Random) -> Schema:
-    """Return nested schemas of one kind or of alternating kinds."""
+    """Return a deeply nested schema whose levels are all of one kind or of random kinds."""
     schema: Schema = {"type": random.choice(_TYPES)}
     wrap = random.choice((*_WRAPS, None))
     for _ in range(random.choice((5, 20, 60, 63, 64, 200, 400))):
@@ -116,7 +116,7 @@ def _wide(random: Random) -> Schema:
 
 
 def _doubling(random: Random) -> Schema:
-    """Return definitions that each refer to the next definition twice, so that each doubles the expansion."""
+    """Return definitions that each refer to the next definition twice, so each level doubles the expanded size."""
     levels, join = (
         random.choice((5, 10, 20, 40, 200)),
         random.choice(("anyOf", "oneOf", "allOf", "properties", "items")),
@@ -135,7 +135,7 @@ def _doubling(random: Random) -> Schema:
 
 
 def _crossing(random: Random) -> Schema:
-    """Return an allOf with several anyOf keywords, whose numbers of alternatives multiply."""
+    """Return an allOf of several anyOf schemas, so that the numbers of alternatives multiply."""
     groups, each = random.choice((2, 4, 8, 16)), random.choice((2, 5, 20))
     return {
         "allOf": [
@@ -204,7 +204,7 @@ def _contradictory(random: Random) -> Schema:
 
 
 def _numbers(random: Random) -> Schema:
-    """Return bounds and factors outside the range of representable numbers."""
+    """Return a schema for numbers, with extreme or contradictory bounds and factors."""
     keywords = random.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), 3)
     schema = {keyword: random.choice((*_NUMBERS, random.uniform(-1e9, 1e9))) for keyword in keywords}
     return {"type": random.choice(("integer", "number")), **schema}
@@ -231,7 +231,7 @@ def _counts(random: Random) -> Schema:
 
 
 def _patterns(random: Random) -> Schema:
-    """Return one or more patterns that must all match."""
+    """Return a schema with one or more patterns that must all match."""
     together = [{"pattern": _explosive(random)} for _ in range(random.choice((1, 1, 2, 5)))]
     bounds = random.choice(({}, {"maxLength": 10_000}, {"minLength": 500, "maxLength": 501}))
     text: Schema = {"type": "string", **bounds, **together[0]}
@@ -244,7 +244,7 @@ def _patterns(random: Random) -> Schema:
 
 
 def _enums(random: Random) -> Schema:
-    """Return lists with as many values as possible."""
+    """Return a schema whose enum lists up to 8,000 values."""
     count = random.choice((1, 100, 2000, 8000))
     value: Callable[[int], Any] = random.choice(
         (
@@ -271,7 +271,7 @@ def _enums(random: Random) -> Schema:
 
 
 def _refs(random: Random) -> Schema:
-    """Return many references that form chains or have many targets, some of which are missing."""
+    """Return many references that form a chain or share one target. The last target may be missing."""
     count = random.choice((50, 500, 1500))
     if random.random() < 0.5:
         chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(count)}
@@ -311,7 +311,7 @@ def _conditions(random: Random) -> Schema:
 
 
 def _choices(random: Random) -> Schema:
-    """Return optional properties with a minimum number, and arrays with unique items."""
+    """Return an object with a minimum number of optional properties, or an array of unique items."""
     count = random.choice((5, 12, 30, 100))
     if random.random() < 0.5:
         properties = {f"p{n}": random.choice((_NULL, {"type": "integer"})) for n in range(count)}
@@ -325,7 +325,7 @@ def _choices(random: Random) -> Schema:
 
 
 def _formats(random: Random) -> Schema:
-    """Return formats along with keywords that are rarely combined with formats."""
+    """Return a schema that combines a format with a keyword that is rarely used with formats."""
     text = {"type": "string", "format": random.choice(_FORMATS)}
     more = random.choice(
         ({"minLength": 300}, {"maxLength": 3}, {"pattern": _explosive(random)}, {"enum": ["a", "1.2.3.4"]})

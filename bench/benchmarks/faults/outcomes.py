@@ -43,7 +43,7 @@ def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
 
 
 def metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return Celery's stored results, with an empty result for each task without a stored result."""
+    """Return Celery's stored result of each task, or an empty dictionary if no result is stored."""
     found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
     return [json.loads(meta) if meta else {} for meta in found]
 
@@ -65,7 +65,7 @@ def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
 
 
 def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], bool], quiet_s: float) -> None:
-    """Wait until the number seen is complete or has not changed for `quiet_s` seconds."""
+    """Wait until `num_seen` returns a complete number, or a number that has not changed for `quiet_s` seconds."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
         now = num_seen()
@@ -77,9 +77,9 @@ def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], b
 
 
 def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
-    """Return whether a text is the "same" as the undisturbed text, "tied" or "other".
+    """Compare a text with the undisturbed text, and return "same", "tied" or "other".
 
-    Print the place of a difference.
+    If the result is "other", print the position of the first difference.
     """
     kind = expected.compare(text)
     if kind == "other":
@@ -95,7 +95,7 @@ def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
 
 
 def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return figures about the ends of jobs. `stored` contains each job's final Celery states."""
+    """Return counts of ended jobs, results and attempts. `stored` contains each job's final Celery states."""
     return {
         "jobs": len(job_ids),
         "ended once": sum(ends_once(journal_of(redis, job_id)) for job_id in job_ids),
@@ -107,7 +107,10 @@ def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[s
 
 
 def broken_promises(where: str, row: Mapping[str, Any], all_jobs: Sequence[str], none: Sequence[str]) -> list[str]:
-    """Return a line for each figure that must be the number of jobs, or must be 0, but has another value."""
+    """Return a line for each figure of `row` that has an unexpected value.
+
+    Figures in `all_jobs` must equal the number of jobs. Figures in `none` must be 0.
+    """
     lines = [f"{row[name]} of {row['jobs']} jobs: {name}" for name in all_jobs if row[name] != row["jobs"]]
     lines += [f"{row[name]} {name}" for name in none if row[name]]
     lines += ["messages are still held, or jobs still run"] * (row["unacked"] != "0")

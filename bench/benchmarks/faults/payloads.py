@@ -69,7 +69,7 @@ WORDS = "Once upon a time there was a little fox named Mia who lived in a green 
 
 
 def payload(seed: int, number: int) -> FuzzPayload:
-    """Return the payload with this number. The payload depends only on the number and the seed."""
+    """Return payload number `number`, which depends only on this number and the seed."""
     random = Random(f"{seed} {number}")
     task = random.choice(TASKS)
     make = random.choice((_right, _right, _at_the_edge, _at_the_edge, _nearly_right, _nearly_right, _anything))
@@ -129,7 +129,7 @@ def _line(random: Random, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _tamed(random: Random, task: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Limit the work to the available time, unless the payload tests the limits."""
+    """Limit the job's time and number of tokens, unless the payload sets its own limits."""
     if task not in (TASK_GENERATE, TASK_CHAT):
         return kwargs
     kwargs.setdefault("timeout", TIMEOUT_S)
@@ -158,7 +158,7 @@ def _spoil(random: Random, container: Any) -> None:
 
 
 def _value(random: Random, depth: int = 0) -> Any:
-    """Return any JSON value, preferably a problematic one."""
+    """Return a random JSON value. Problematic values are more likely."""
     kind = random.random()
     if depth > 3 or kind < 0.6:
         return random.choice((None, True, False, random.choice(INTS), random.choice(FLOATS), random.choice(TEXTS)))
@@ -186,7 +186,7 @@ def _fields(task: str) -> tuple[str, ...]:
 
 @functools.cache
 def _edges(task: str) -> dict[str, list[Any]]:
-    """Return the extreme values of each parameter that individually pass the checks."""
+    """Return, for each parameter, the extreme values that pass the checks in an otherwise normal call."""
     kind, base = _task(task).kind.payload, _BASES[task]
     texts = [text for text in TEXTS if text]
     values: tuple[Any, ...] = (*INTS, *FLOATS, *TEXTS, True, False, texts[1:9], {"5": 1e308, "1023": -1e308})

@@ -76,7 +76,7 @@ class Refuser:
                 time.sleep(PROBE_S)
 
     def _answer(self) -> str:
-        """Return Redis's error for a write, or an empty text if Redis accepts the write."""
+        """Return Redis's error for a write, or an empty string if Redis accepts the write."""
         try:
             self._redis.set(PROBE_KEY, 1)
         except RedisError as error:
@@ -217,7 +217,7 @@ class RefusalScenario(Scenario):
         }
 
     def _num_running(self, pids: Sequence[int]) -> int:
-        """Return the number of running jobs that have a token, or 0 until every worker runs its share of such jobs."""
+        """Return the number of running jobs that have tokens, or 0 until every worker runs its share of these jobs."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
         for raw in redis.zrange(running_key(), 0, -1):
@@ -227,7 +227,7 @@ class RefusalScenario(Scenario):
         return len(running) if all(running.count(pid) >= share for pid in pids) else 0
 
     def _all_serve(self) -> bool:
-        """Return whether all workers respond. A worker that considered a refusal permanent has stopped."""
+        """Return whether all workers respond. A worker that treated a refusal as permanent no longer responds."""
         from cellama.tasks import app
 
         names = [f"{name}@bench" for name in self._service.processes]

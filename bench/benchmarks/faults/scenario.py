@@ -36,7 +36,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts(count: int) -> list[str]:
-    """Return prompts that all differ, so that no result is correct by accident."""
+    """Return distinct prompts, so that the result of a different job is never correct by accident."""
     return [f"Once upon a time, there were {i} friends of a little {ANIMALS[i % 6]}." for i in range(count)]
 
 
@@ -169,7 +169,7 @@ class Scenario:
     # Outcome
 
     def check(self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[ReferenceText]) -> dict[str, Any]:
-        """Count results, torn journals, texts that differ from the undisturbed run, and attempts."""
+        """Count results, attempts, incomplete journals, and texts that differ from the undisturbed run."""
         torn = [
             job.id
             for job, text in zip(jobs, texts, strict=True)

@@ -29,12 +29,14 @@ FRIENDS = ("Mia", "Tom", "Ben", "Lily")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lines", type=int, default=2000, help="number of lines of all tenants together")
-    parser.add_argument("--tenants", type=int, default=1, help="number of tenants, each with a bulk run")
+    parser.add_argument("--lines", type=int, default=2000, help="total number of lines across all tenants")
+    parser.add_argument("--tenants", type=int, default=1, help="number of tenants, each of which has its own bulk run")
     parser.add_argument("--new", type=int, default=64, help="number of tokens per line")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16, help="number of slots per worker")
-    parser.add_argument("--command-kills", type=int, default=3, help="each kills the command of a random tenant")
+    parser.add_argument(
+        "--command-kills", type=int, default=3, help="number of times that a random tenant's command is killed"
+    )
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--redis-restarts", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Storm:
-    """Runs the files of all tenants on a service, with and without disturbances."""
+    """Runs all tenants' bulk runs on a service, with and without disturbances."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service, self._folder, self._args = service, service.folder, args
@@ -80,11 +82,11 @@ class _Storm:
         return found
 
     def run_undisturbed(self) -> dict[str, Any]:
-        """Run the files without disturbances, and save their texts with their near ties."""
+        """Run all tenants' files without disturbances, and save the generated texts and their near ties."""
         return self.run("undisturbed", [], logprobs=LOGPROBS)
 
     def run(self, name: str, troubles: list[str], **params: Any) -> dict[str, Any]:
-        """Run the files with disturbances at equal intervals of finished lines."""
+        """Run all tenants' files, and cause a disturbance whenever a fixed number of lines has finished."""
         self._write_lines(**params)
         folder = self._folder / name
         folder.mkdir()

@@ -48,7 +48,7 @@ def model_limit(num_workers: int) -> int:
 
 
 def settings(num_workers: int) -> dict[str, str]:
-    """Return the settings of workers and producers with both limits."""
+    """Return the settings for workers and producers, with the limits of the tenant and of the model."""
     return {"fairness_limits": f'{{"{LIMITED}": {LIMIT}}}', "model_limits": f'{{"tiny": {model_limit(num_workers)}}}'}
 
 
@@ -156,7 +156,7 @@ class Watch:
         self.num_samples += 1
 
     def _sample_started(self) -> None:
-        """Compare the numbers of started jobs of those unlimited tenants that have waiting jobs."""
+        """Compare how many jobs have started for each unlimited tenant with waiting jobs."""
         attempts = of_jobs(self._redis, list(self._jobs), "attempt")
         started: Counter[str] = Counter()
         waiting = set()

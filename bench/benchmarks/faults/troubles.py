@@ -54,7 +54,7 @@ class Troubles:
             self.count += 1
 
     def freezes(self, done: threading.Event) -> None:
-        """Suspend a worker until its jobs are running elsewhere, and up to a second longer."""
+        """Repeatedly suspend a worker until other workers run its jobs, and for up to one more second."""
         while self.count < self._args.freezes and not done.wait(self._args.period / 2):
             process = self._service.processes[self._random.choice(sorted(self._service.processes))]
             process.send_signal(signal.SIGSTOP)

@@ -35,7 +35,7 @@ BULK_SEED = 1_000_000  # different from each seed of arrivals
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The arriving interactive requests and the bulk lines."""
+    """Generates the interactive requests that arrive at each rate, and the bulk lines."""
 
     rates: Sequence[float]  # requests per second
     shape: LoadShape  # shape of the requests at each rate
@@ -43,7 +43,7 @@ class Arrivals:
     seed: int = 0
 
     def conversations(self, load: str, index: int) -> Sequence[Conversation]:
-        """Return new requests for one rate under one load."""
+        """Return new conversations for the rate at `index`, either alone or alongside bulk work."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
         return conversations(self.shape, seed=1000 * self.seed + number)
 
@@ -55,7 +55,7 @@ class Arrivals:
 
 @dataclass
 class StreamTimes:
-    """The times of one request, in seconds after its reader started sending it."""
+    """The arrival times of a request's pieces of text, in seconds after the request was sent."""
 
     line: Line
     began: float = field(default_factory=time.monotonic)
@@ -137,13 +137,13 @@ class Server:
         await complete(self.port, line.prompt, line.num_new)
 
     async def settle(self) -> None:
-        """Send a request to wait until the server has stopped the requests of closed connections."""
+        """Complete a short request, to wait until the server has stopped the requests of closed connections."""
         await complete(self.port, range(300, 316), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The results for one rate under one load."""
+    """The results of one server at one rate, either alone or alongside bulk work."""
 
     who: str
     load: str
@@ -161,7 +161,7 @@ class Phase:
 
 
 class _BulkLoad:
-    """A fixed number of bulk requests that `running` keeps in flight."""
+    """Keeps a fixed number of bulk requests in flight within the `running` context."""
 
     def __init__(self, side: Side, lines: Iterator[Line]) -> None:
         self._side, self._lines = side, lines
@@ -226,7 +226,7 @@ async def _phase(side: Side, arrivals: Arrivals, load: str, index: int, bulk: _B
 
 
 async def _arrive(side: Side, conversations: Sequence[Conversation], rate: float, seed: int) -> list[StreamTimes]:
-    """Start conversations as a Poisson process, so that requests arrive at this average rate."""
+    """Start conversations as a Poisson process, so that `rate` requests arrive per second on average."""
     rng, at, started = random.Random(seed), 0.0, time.monotonic()
     per_conversation = sum(map(len, conversations)) / len(conversations)
     tasks = []

@@ -1,4 +1,4 @@
-"""Send all requests of a mixed load at once, to cellama in three ways and to llama-server with several slot counts."""
+"""Send a mixed load simultaneously to cellama in three ways, and to llama-server with several slot counts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
 
 
 def room(longest: int) -> int:
-    """Return the number of tokens per slot for all servers."""
+    """Return the context size per slot, in tokens, which is the same for all servers."""
     return context(1, longest, 1)
 
 

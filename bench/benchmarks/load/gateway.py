@@ -1,7 +1,8 @@
-"""Measure many concurrent streams and the added latency of a gateway, and of llama-server with the same clients.
+"""Measure many concurrent streams through a gateway, and the latency that the gateway adds.
 
 First, all streams run concurrently. Each stream must be complete, and its text must equal the result of its job. Then
-streams start one after another, both through an AsyncClient and through the gateway.
+streams start one after another, both through an AsyncClient and through the gateway. The same clients also measure
+llama-server.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         default=6,
-        help="number of rounds of the compared streams; a round's p95 varies by about 10 ms",
+        help="number of rounds per comparison; a round's p95 varies by about 10 ms",
     )
     parser.add_argument(
         "--pace",
@@ -168,7 +169,7 @@ async def _all(ask: Ask, count: int, apart_s: float) -> tuple[list[StreamReading
 
 
 async def _most_connections(redis: Redis) -> int:
-    """Record the maximum number of connections until the task is cancelled."""
+    """Return the maximum number of Redis connections that were observed until the task was cancelled."""
     most = 0
     with suppress(asyncio.CancelledError):
         while True:

@@ -1,7 +1,7 @@
 """Compare cellama with llama-server on a load of mixed lengths, with shared prefixes and optional chats.
 
 First, all requests are sent at once, either directly to the engine, as jobs, with `cellama batch run`, or to
-llama-server with each number of slots in --server-slots. Then requests arrive as a Poisson process at shares of
+llama-server with each number of slots in --server-slots. Then requests arrive as a Poisson process at fractions of
 llama-server's rate, alone and alongside bulk work.
 """
 
@@ -36,11 +36,11 @@ CAVEATS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the benchmark to run")
-    add("--requests", type=int, default=160, help="number of requests to send at once")
+    add("--requests", type=int, default=160, help="number of requests to send simultaneously")
     add("--chats", type=int, default=0, help="number of multi-turn conversations among the requests")
     add("--turns", type=int, default=4, help="number of requests per chat")
     add("--scale", type=float, default=1.0, help="factor by which all lengths are multiplied")
-    add("--rounds", type=int, default=1, help="number of rounds of sending all requests at once; medians are shown")
+    add("--rounds", type=int, default=1, help="number of times to send all requests simultaneously; medians are shown")
     add(
         "--ours",
         nargs="+",
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="*",
         default=[],
-        help="arrivals per second, instead of shares of llama-server's rate",
+        help="arrival rates in requests per second, instead of fractions of llama-server's rate",
     )
     add("--threads", type=int, default=CORES, help="number of threads per server")
     add("--seed", type=int, default=0)

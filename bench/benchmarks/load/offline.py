@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="variants of cellama to measure"
     )
     parser.add_argument("--lines", type=int, default=2000, help="number of lines per workload")
-    parser.add_argument("--prompt", type=int, default=128, help="number of prompt tokens per independent line")
-    parser.add_argument("--shared-prompt", type=int, default=384, help="number of prompt tokens per line in families")
-    parser.add_argument("--shared", type=int, default=320, help="prompt tokens that all lines of a family share")
+    parser.add_argument("--prompt", type=int, default=128, help="number of prompt tokens per line without a family")
+    parser.add_argument("--shared-prompt", type=int, default=384, help="number of prompt tokens per line in a family")
+    parser.add_argument("--shared", type=int, default=320, help="number of prompt tokens that a family shares")
     parser.add_argument("--families", type=int, default=20)
     parser.add_argument("--new", type=int, default=64, help="number of tokens to generate per line")
     parser.add_argument("--slots", type=int, default=64, help="number of cellama's slots, unless --options sets it")
@@ -141,7 +141,7 @@ class _Workload:
         return self._outcomes[who].num_lines / self._outcomes[who].seconds
 
     def ratios(self) -> dict[str, float]:
-        """Return the ratios between cellama's first variant and each peer, and between its prefill and the optimum."""
+        """Compare cellama's first variant with the rates of all other variants, and with the optimal prefill."""
         first = next((OURS[way] for way in self._args.ours if OURS[way] in self._outcomes), None)
         if first is None:
             return {}

@@ -1,4 +1,4 @@
-"""Measure rate and time to first token for increasing numbers of concurrent callers, and compare with llama-server.
+"""Compare rate and time to first token with llama-server, for increasing numbers of concurrent callers.
 
 Calls alternate between the engine and the server, which have the same number of slots. Each request has its own thread,
 which calls the engine directly or the server over HTTP.

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=240, help="number of jobs per round")
     parser.add_argument("--families", type=int, default=40)
-    parser.add_argument("--shared", type=int, default=512, help="prompt tokens that all jobs of a family share")
+    parser.add_argument("--shared", type=int, default=512, help="number of prompt tokens that a family shares")
     parser.add_argument("--own", type=int, default=16, help="number of additional prompt tokens per job")
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--slots", type=int, default=4)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round's rate and the share of its prompt tokens that was computed."""
+    """A round's rate, and the share of prompt tokens that workers had to compute."""
 
     tokens_per_s: float
     computed: float

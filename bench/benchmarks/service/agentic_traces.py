@@ -1,8 +1,9 @@
 """Measure how much of each turn is recomputed in coding-agent sessions that AIPerf generates and sends.
 
-Each session consists of a head that all sessions share, the context of a repository, its own files, and turns that add
-tool results. AIPerf sends the model's replies back as part of the session's history. A proxy between AIPerf and the
-gateway records the usage of each turn. AIPerf is installed from PyPI into a separate environment.
+Each session consists of a head that all sessions share, the context of a repository, files that only this session
+contains, and turns that add tool results. AIPerf sends the model's replies back as part of the session's history. A
+proxy between AIPerf and the gateway records the usage of each turn. AIPerf is installed from PyPI into a separate
+environment.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CAVEATS = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--environment", help="directory of AIPerf's environment (default: a new temporary directory)")
     parser.add_argument("--sessions", type=int, default=4, help="number of sessions")
-    parser.add_argument("--seed", type=int, default=36, help="seed of the sessions")
+    parser.add_argument("--seed", type=int, default=36, help="seed for generating the sessions")
     parser.add_argument("--turns", type=int, default=40, help="number of turns per session")
     parser.add_argument(
         "--concurrency", type=int, default=2, help="number of concurrent sessions, each of which has a slot"
@@ -53,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class TraceRun:
-    """The sessions of one run.
+    """The token counts of one run.
 
-    `lowest` and `median` are cached shares of the previous turn's prompt and reply, in percent.
+    `lowest` and `median` are percentages of the previous turn's prompt and reply that were found in the cache.
     """
 
     template: str

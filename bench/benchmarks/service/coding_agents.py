@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[7],
         metavar="TURN",
-        help="turns before which to kill the worker",
+        help="turns before which the worker is killed",
     )
     parser.add_argument(
         "--without-replay",
@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class AgentTurn:
     """The usage of one turn.
 
-    `reused` is the cached share of the previous turn's prompt and reply, in percent. `broken_by` is the reason,
-    according to `cellama cache explain`, why the prompt does not continue the previous turn.
+    `reused` is the percentage of the previous turn's prompt and reply that was found in the cache. `broken_by` is the
+    reason why the prompt does not continue the previous turn, as reported by `cellama cache explain`.
     """
 
     agent: str
@@ -90,7 +90,7 @@ class AgentTurn:
 
 @dataclass(frozen=True)
 class CodingAgent:
-    """An agent's command and environment, and the calls that the model makes."""
+    """An agent's command and environment, and the tool calls that the scripted model makes."""
 
     argv: Callable[[str, bool, str], Sequence[str]]  # of a gateway's URL, whether the model reasons, and the task
     environment: Callable[[str, bool, Path], Mapping[str, str]]  # the third argument is a scratch directory
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _install(folder: Path, agent: str) -> str:
-    """Install an agent with npm, and return the reason for a failure, or an empty text."""
+    """Install an agent with npm. Return the reason for a failure, or an empty string after a success."""
     if shutil.which("npm") is None:
         return "npm is not in PATH; install Node.js, or pass --programs"
     if not (folder / "package.json").exists():  # npm removes packages that this file doesn't name
@@ -224,7 +224,7 @@ def _install(folder: Path, agent: str) -> str:
 
 
 def _version(program: Path) -> str:
-    """Return the version that a program prints, or an empty text if it does not start."""
+    """Return the version that a program prints, or an empty string if the program does not start."""
     try:
         return subprocess.run(
             [program, "--version"], check=True, timeout=60, capture_output=True, text=True
@@ -265,7 +265,7 @@ class Runs:
     def run(
         self, name: str, reasoning: str, kill_before: Sequence[int]
     ) -> tuple[list[AgentTurn], list[str], list[str]]:
-        """Run the task, and return its turns, its problems, and the rejections after which the agent continued."""
+        """Run the task, and return the turns, the problems, and the responses that rejected a request."""
         agent, label = AGENTS[name], f"{name}, reasoning {reasoning}"
         for directory in (self._work, self._home):
             shutil.rmtree(directory, ignore_errors=True)
@@ -291,7 +291,7 @@ class Runs:
         return turns, [f"{label}: {problem}" for problem in problems], list(dict.fromkeys(rejected))
 
     def _run_program(self, agent: CodingAgent, url: str, reasons: bool) -> str:
-        """Run the program until it exits, and return the problem if it failed, or an empty text."""
+        """Run the program until it exits. Return a description of the failure, or an empty string after a success."""
         # Each run has another task, so that it shares only the agent's instructions with the runs before it.
         argv = list(agent.argv(url, reasons, f"{TASK} This is run {self._num_runs}."))
         argv[0] = str(self.programs / argv[0])
@@ -346,7 +346,7 @@ def _replies(calls: Sequence[Call]) -> list[ScriptedReply]:
 
 
 class _Killer:
-    """Kills the worker before certain turns are passed on, and starts another worker.
+    """Kills the worker before certain turns are forwarded, and starts another worker.
 
     Agents send one turn at a time.
     """

@@ -2,9 +2,9 @@
 
 The pages are the overview, the list of jobs, and the page of a running job with its live output. The benchmark requests
 the pages as often as their scripts would request them in a browser. Rounds with and without pages alternate. Rates vary
-by more than one percent between rounds. Therefore, the benchmark also measures the processor time of the gateway and of
-Redis, which depends little on other work on the machine. The cost of the console is the share of the machine's
-processor time that these two use while the pages are open, minus their share while the pages are closed.
+by more than one percent between rounds. Therefore, the benchmark also measures the CPU time of the gateway and of
+Redis, which depends little on other work on the machine. The cost of the console is the share of the machine's CPU time
+that the gateway and Redis use while the pages are open, minus their share while the pages are closed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="number of prompt tokens per job")
     parser.add_argument("--new", type=int, default=128, help="number of tokens to generate per job")
     parser.add_argument(
-        "--rounds", type=int, default=8, help="number of rounds with the console, and also of rounds without it"
+        "--rounds", type=int, default=8, help="number of rounds to run with, and again without, the console"
     )
 
 
@@ -116,7 +116,7 @@ class OpenConsole:
 
 @dataclass(frozen=True)
 class ConsoleRound:
-    """A round's tokens per second, and the processor seconds that the gateway and Redis used per second."""
+    """A round's tokens per second, and the CPU seconds that the gateway and Redis used per second."""
 
     rate: float
     gateway_share: float

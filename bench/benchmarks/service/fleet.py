@@ -1,10 +1,10 @@
 """Simulate a fleet in virtual time with the ledger's real scripts. The results are the same on every machine.
 
-Each fairness run has random tenants, weights, workers and jobs. The run measures the difference between the weighted
-services of two tenants with waiting jobs, relative to VTC's bound.
+Each fairness run has random tenants, weights, workers and jobs. Each run measures how far the weighted services of two
+tenants with waiting jobs differ, relative to VTC's bound.
 
-Other runs compare workers that prefer jobs whose prefix they hold with workers that take jobs in order. Their requests
-have the shape of Mooncake's conversation trace or of Azure's traces, which share no prefixes (harness/traces.py). At a
+Other runs compare workers that prefer jobs whose prefix they hold with workers that take jobs in order. The requests in
+these runs resemble Mooncake's conversation trace or Azure's traces, which share no prefixes (harness/traces.py). At a
 load of 1, as many prompt tokens arrive per second as the workers can prefill. The rate counts the tokens of requests
 that ended before the last session started.
 """

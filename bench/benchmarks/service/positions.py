@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class EstimatedJob:
-    """The estimate for a job, its actual wait after the estimate, and the duration of the call."""
+    """The estimate for a job, the job's actual wait after the estimate, and the duration of the `position` call."""
 
     said: Any
     waited_s: float

@@ -1,7 +1,7 @@
 """Measure the time that Redis takes to choose the next job among many tenants, and the fairness of the choice.
 
-No worker is running. Jobs are queued and taken through the ledger, in the same way as a worker takes them. The time of
-a take is the script's running time in Redis, without the network round trip.
+No worker is running. Jobs are queued and taken through the ledger, in the same way as a worker takes them. The time to
+take a job is the script's running time in Redis, without the network round trip.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare the cost of very small jobs with the cost of a Celery task that does nothing.
 
-The jobs wait in Redis while the worker is suspended (SIGSTOP), so no other process needs a processor when the worker
-resumes. The time is measured from that moment to the last result. All workers keep running, rounds alternate, and
+The jobs wait in Redis while the worker is suspended (SIGSTOP), so no other process needs CPU time when the worker
+resumes. The time is measured from this moment to the last result. All workers keep running, rounds alternate, and
 medians are shown.
 """
 
@@ -46,7 +46,7 @@ class Way:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1500, help="number of jobs per method and round")
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="number of engine slots")
+    parser.add_argument("--threads", type=int, default=1, help="number of engine threads")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--ways", nargs="+", metavar="TEXT", help="measure only jobs whose names contain one of these strings"
@@ -115,7 +115,7 @@ def _ours(pid: int, client: Client) -> Iterator[Way]:
 
 
 def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
-    """Return the jobs per second, and the CPU milliseconds that the worker and Redis use per job."""
+    """Return the jobs per second, and the CPU time per job of the worker and of Redis, in milliseconds."""
     os.kill(way.pid, signal.SIGSTOP)
     try:
         ids = way.queue([TEXT.format(number) for number in range(num_jobs)])

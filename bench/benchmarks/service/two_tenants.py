@@ -1,8 +1,8 @@
-"""Measure the waits of a small tenant while another one has queued 100 times as many jobs on the same two workers.
+"""Measure how long a small tenant's jobs wait while a large tenant has queued 100 times as many jobs.
 
-Alone, the small tenant has one of the two workers, which is its share. All jobs are equal, and steps have a minimum
-duration, so that waits depend on the order of the jobs and not on the machine. Waits are from the call until the job
-gets a slot.
+Both tenants share two workers. For comparison, the small tenant's jobs also run alone on one worker, which is the
+tenant's share. All jobs are equal, and steps have a minimum duration, so that waits depend on the order of the jobs and
+not on the machine. Waits are measured from the call until the job gets a slot.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ SMALL, LARGE = "small", "large"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=100, help="jobs of the small tenant")
-    parser.add_argument("--times", type=int, default=100, help="jobs of the large tenant for each of the small one")
-    parser.add_argument("--slots", type=int, default=4, help="slots per worker")
-    parser.add_argument("--prompt", type=int, default=16, help="prompt tokens per job")
-    parser.add_argument("--new", type=int, default=32, help="tokens to generate per job")
-    parser.add_argument("--pace", type=float, default=0.02, help="minimum seconds per step")
+    parser.add_argument("--jobs", type=int, default=100, help="number of the small tenant's jobs")
+    parser.add_argument(
+        "--times", type=int, default=100, help="number of the large tenant's jobs per job of the small tenant"
+    )
+    parser.add_argument("--slots", type=int, default=4, help="number of slots per worker")
+    parser.add_argument("--prompt", type=int, default=16, help="number of prompt tokens per job")
+    parser.add_argument("--new", type=int, default=32, help="number of tokens to generate per job")
+    parser.add_argument("--pace", type=float, default=0.02, help="minimum duration of a step in seconds")
     parser.add_argument("--seed", type=int, default=0)
 
 

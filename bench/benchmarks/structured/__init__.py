@@ -1,1 +1,1 @@
-"""Benchmarks that measure the cost of schemas, and test the conformance of texts and other projects' clients."""
+"""Benchmarks that measure the cost of schemas, and test generated texts and other projects' clients."""

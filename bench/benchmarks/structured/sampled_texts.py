@@ -48,7 +48,7 @@ class SampledTexts:
         return [self._text(compiled.start(), Random(seed * 1000 + at), max_tokens) for at in range(count)]
 
     def accepts(self, form: GrammarSpec, text: str) -> bool:
-        """Return whether the constraint allows the text when it is tokenized into single bytes."""
+        """Return whether the constraint allows each token of the text, and then the end of the text."""
         constraint = self.grammars.compile(form).start()
         for token in self._weights.tokenize(text, add_special=False):
             if not constraint.allows(np.array([token]))[0]:

@@ -32,9 +32,9 @@ class Unjudgeable(Exception):
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        """Check formats unless the schema contains patterns.
+        """Create a judge, which checks formats unless the schema contains patterns.
 
-        If a pattern and a format can't both be enforced, only the pattern is.
+        If a schema's pattern and format can't both be enforced, cellama enforces only the pattern.
         """
         text = json.dumps(schema)
         formats = None if '"pattern"' in text else FORMATS

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLINGS), choices=list(SAMPLINGS))
     parser.add_argument("--threads", type=int, default=CORES)
     parser.add_argument("--vocabulary", type=int, default=150_000, help="number of tokens in the synthetic vocabulary")
-    parser.add_argument("--masks", type=int, default=20_000, help="number of masks per vocabulary")
+    parser.add_argument("--masks", type=int, default=20_000, help="number of masks to compute per vocabulary")
     parser.add_argument("--schemas", type=int, default=200, help="number of additional generated schemas to compile")
     parser.add_argument("--parts", nargs="+", default=["load", "masks"], choices=["load", "masks"])
 
@@ -218,7 +218,10 @@ def _compile(grammars: Grammars, schema: Schema) -> Callable[[], Constraint]:
 
 
 def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times) -> None:
-    """Walk through a text token by token. Half of the tokens are short so that the text gets beyond its first word."""
+    """Time the masks and the accepted tokens of a random text.
+
+    Half of the tokens are short, so that the text gets beyond its first word.
+    """
     for _ in range(100):
         with masks.measured():
             mask = constraint.mask()
@@ -233,7 +236,7 @@ def _walk(constraint: Constraint, random: Random, masks: _Times, accepts: _Times
 
 
 class _Times:
-    """The thread's CPU times for single operations, in seconds."""
+    """Collects the CPU time that the current thread uses for each operation, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -245,7 +248,7 @@ class _Times:
         self.seconds.append(time.thread_time() - started)
 
     def percentiles(self) -> dict[str, float]:
-        """Return percentiles of the times in milliseconds."""
+        """Return the number of times, and their percentiles and maximum in milliseconds."""
         shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
         found = {name: percentile(self.seconds, share) * 1e3 for name, share in shares.items()}
         return {"count": len(self.seconds), **found, "longest": max(self.seconds) * 1e3}

@@ -284,7 +284,7 @@ def _is_beyond_schema(error: BaseException | None, is_weakened: bool) -> bool:
 
 
 def is_refused_rightly(call: SchemaCall) -> bool:
-    """Return whether the gateway rejected a schema that OpenAI also rejects or `strict` can't enforce."""
+    """Return whether the gateway rejected a schema that OpenAI also rejects or that `strict` can't enforce."""
     as_tool = "tool" in call.how.lower() or call.how == "function_calling"
     return call.outcome == BY_GATEWAY and (
         call.model == "SetOfText" or (as_tool and call.model in ("Numbers", "Scalar", "Described"))

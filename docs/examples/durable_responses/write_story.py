@@ -1,8 +1,8 @@
 """Print a story once, even if this program, the gateway, a worker or Redis stops in the meantime.
 
 Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9`, and
-start them again. This program resumes where it stopped. Only text that it printed just before it was killed can
-appear twice.
+start them again. This program resumes where it stopped. Only text that was printed just before this program was
+killed can appear twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_S = 0.5
 
 
 def start(client: OpenAI) -> dict[str, int | str]:
-    """Start a background response. If the call is repeated, the key prevents a second response."""
+    """Start a background response. If the call is repeated, the idempotency key prevents a second response."""
     key = STATE.with_suffix(".key")
     if not key.exists():
         key.write_text(os.urandom(16).hex())

@@ -37,7 +37,7 @@ app = FastAPI(lifespan=lifespan)
 
 @app.exception_handler(JobError)
 async def job_error(request: Request, error: JobError) -> JSONResponse:
-    """Answer an invalid parameter with 400, an unknown job with 404, and an unreachable Redis with 503."""
+    """Return status 400 for an invalid parameter, 404 for an unknown job, and 503 if Redis is unreachable."""
     return JSONResponse({"code": error.code, "message": str(error)}, error.http_status)
 
 

@@ -66,9 +66,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("directory", type=Path, help="directory to create, which must be empty if it exists")
     parser.add_argument("--extras", default="worker,embedded", help="cellama extras to include (default: %(default)s)")
     parser.add_argument(
-        "--cmake-args", default=cmake_args, metavar="ARGS", help="CMake arguments of llama.cpp (default: %(default)s)"
+        "--cmake-args", default=cmake_args, metavar="ARGS", help="CMake arguments for llama.cpp (default: %(default)s)"
     )
-    parser.add_argument("--llama-cpp", type=Path, metavar="WHEEL", help="use this wheel instead of building one")
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="WHEEL", help="llama-cpp-python wheel to use instead of building a wheel"
+    )
     return parser.parse_args()
 
 

@@ -33,7 +33,7 @@ class SchemaDocument:
     ROOT = 1
 
     def __init__(self, text: str, where: str) -> None:
-        """Parse and check the text. Raises InvalidRequest, whose message refers to the text as `where`."""
+        """Parse and check the text. Raises InvalidRequest, and the message refers to the text as `where`."""
         self._where = where
         self.root = self._parse(text)
         self.nodes = [SchemaNode(False, "#", "")]
@@ -49,7 +49,7 @@ class SchemaDocument:
         return InvalidRequest(f"{self._where} at {shown}{reason}")
 
     def child(self, node: int, *names: str | int) -> int:
-        """Return the subschema at these keys of a schema."""
+        """Return the subschema that these keys of a schema lead to."""
         return self._by_path["/".join([self.nodes[node].path, *(_escaped(str(name)) for name in names)])]
 
     def add(self, schema: Mapping[str, Any], template: int) -> int:
@@ -170,7 +170,7 @@ class SchemaDocument:
         return base
 
     def _at(self, path: str, pointer: str) -> str | None:
-        """Return the path of the schema that a JSON pointer relative to `path` leads to, or None if it is missing."""
+        """Resolve a JSON pointer relative to `path`, and return the target's path, or None if the target is missing."""
         found: Any = self.root
         steps = [*path.split("/")[1:], *map(unquote, pointer.split("/")[1:])]
         at = "#"

@@ -184,7 +184,7 @@ class FormBuilder:
     # Objects
 
     def _with_known_names(self, shape: Object) -> Object:
-        """Return the object shape without conditions on names, and with a condition on all additional properties."""
+        """Return the object without conditions on property names, but with a condition on additional properties."""
         shape = replace(shape, properties=(*shape.properties, *self._missing(shape, shape.required)))
         if shape.additional is None:
             is_closed = shape.has_properties and shape.min_properties <= len(shape.properties)
@@ -237,7 +237,7 @@ class FormBuilder:
         return False
 
     def _without_overlaps(self, shape: Object) -> Object:
-        """Return the object without overlapping names, whose schemas llguidance would merge."""
+        """Return the object without overlapping names, because llguidance would merge the schemas of such names."""
         shape = self._with_disjoint_patterns(shape)
         listed = [name for name, condition in shape.properties if condition != NOTHING]
         for pattern, condition, path in shape.patterns:
@@ -249,7 +249,7 @@ class FormBuilder:
         return not any(isinstance(shape, Array | Object) for shape in self._reader.shapes(condition))
 
     def _with_disjoint_patterns(self, shape: Object) -> Object:
-        """Return the object with all patterns combined into one if a name may match several of them."""
+        """Return the object with all patterns combined into a single pattern if a name may match several patterns."""
         if len(shape.patterns) < 2 or self._patterns.disjoint([pattern for pattern, _, _ in shape.patterns]):
             return shape
         condition = ANYTHING

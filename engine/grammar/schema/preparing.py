@@ -1,4 +1,4 @@
-"""Rewrite a caller's JSON Schema into one that llguidance can compile and that is never more permissive.
+"""Rewrite a caller's JSON Schema so that llguidance can compile it, without making it more permissive.
 
 1. SchemaDocument parses and checks the text, and looks up subschemas by path.
 2. SchemaReader converts each schema into shapes, which are alternatives with a single type each. Schemas within a shape
@@ -27,7 +27,7 @@ _MAX_CHECKED = 32  # strings and name patterns that are compiled one by one to f
 
 
 class Prepared(NamedTuple):
-    """A schema for llguidance, and warnings about keywords of the caller's schema that are not enforced."""
+    """A schema for llguidance, and warnings about the keywords in the caller's schema that are not enforced."""
 
     schema: dict[str, Any]
     warnings: tuple[str, ...]
@@ -41,7 +41,7 @@ def prepare_schema(
     Every text that the schema allows conforms to the caller's schema, except for the keywords in the warnings. With
     `strict`, keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns
     llguidance's message, which is empty on success. The last call of `try_compile` compiles the returned schema. Raises
-    InvalidRequest, whose message refers to the schema as `where` and contains the path within it.
+    InvalidRequest. The message refers to the schema as `where`, and contains the path within the schema.
     """
     try:
         return _prepared(text, strict, where, try_compile)

@@ -1,4 +1,4 @@
-"""Convert schemas into the shapes of the values that match, or of those that do not match.
+"""Convert schemas into the shapes of the values that match a schema, or that don't match it.
 
 Alternatives are expanded until each shape has a single type. Schemas within a shape stay conditions, so that recursive
 schemas terminate.
@@ -105,7 +105,7 @@ class SchemaReader:
         return ((node, must_match),)
 
     def alternatives(self, condition: Condition) -> list[Condition] | None:
-        """Return conditions of which a value must match at least one, or None if the condition is not such a choice."""
+        """Return the alternatives if the condition is a choice between conditions, and None otherwise."""
         if len(condition) != 1 or not condition[0][1]:
             return None
         node = condition[0][0]
@@ -165,7 +165,10 @@ class SchemaReader:
         return ((self._constants[key], True),)
 
     def is_unsatisfiable(self, condition: Condition, steps: int = 4) -> bool:
-        """Return True only if it is certain that no value matches. The check looks at most `steps` schemas deep."""
+        """Return True only if it is certain that no value matches.
+
+        The check follows at most `steps` levels of nested schemas.
+        """
         if condition == NOTHING:
             return True
         if steps == 0 or condition == ANYTHING:
@@ -760,8 +763,8 @@ def _unevaluated(shape: Shape) -> Shape:
 def _pattern_without(texts: list[str]) -> str:
     r"""Return a pattern that matches all strings except the given texts.
 
-    The pattern for `a` is `^(?:[^a][\s\S]*|a(?:[\s\S]+))?$`. This pattern matches strings with another first character,
-    longer strings, and the empty string.
+    The pattern for `a` is `^(?:[^a][\s\S]*|a(?:[\s\S]+))?$`. This pattern matches strings that start with another
+    character, longer strings, and the empty string.
     """
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS or max(map(len, texts)) > limits.MAX_SCHEMA_DEPTH:
         raise NegationUnsupported("the excluded values are too long")

@@ -20,12 +20,12 @@ Written = dict[str, Any]
 
 
 def is_writable(text: str) -> bool:
-    r"""Return whether a string can be written without `\u` escapes, which would give a key two spellings."""
+    r"""Return whether a string can be written without `\u` escapes. With escapes, a key would have two spellings."""
     return all((char >= " " and char != "\x7f") or char in _ESCAPED for char in text)
 
 
 def number_of(form: Number) -> Written | None:
-    """Return a schema for numbers of this form with a limited number of digits, or None if no double has this form.
+    """Return a schema for numbers of this form with a limited number of digits, or None if no double matches the form.
 
     llguidance can't limit the number of digits, so bounds and multipleOf limit them instead.
     """
@@ -104,7 +104,7 @@ def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step
 
 
 def constant_of(value: float) -> float | None:
-    """Return a number that JSON can write without an exponent, or None if that is impossible."""
+    """Return a number that can be written in JSON without an exponent, or None if there is no such number."""
     if isinstance(value, int) or value == int(value):
         whole = int(value)
         return whole if abs(whole) <= MAX_NUMBER and int(float(whole)) == whole else None

@@ -58,7 +58,7 @@ class Number:
     type = "number"
 
     def has(self, value: float) -> bool:
-        """Return whether a number has this shape, ignoring `values`."""
+        """Return whether a number matches this shape, ignoring `values`."""
         if self.minimum is not None and (value < self.minimum or (self.is_above_minimum and value == self.minimum)):
             return False
         if self.maximum is not None and (value > self.maximum or (self.is_below_maximum and value == self.maximum)):
@@ -131,7 +131,7 @@ Matches = Callable[[str, str, str], bool]  # pattern, text, path of the pattern
 
 
 def exact(value: float) -> Fraction:
-    """Return the exact value of the number in the JSON text, such as 0.1."""
+    """Return the exact value of a number as written in the JSON text, such as 0.1."""
     return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
 
 
@@ -161,7 +161,7 @@ def property_condition(shape: Object, name: str, matches: Matches) -> Condition:
 
 
 def intersection(one: Shape, other: Shape, matches: Matches) -> Shape | None:
-    """Return the shape of the values that have both shapes, or None if no value has both.
+    """Return the shape of the values that match both shapes, or None if no value matches both.
 
     If patterns for property names overlap, the result may be too narrow.
     """

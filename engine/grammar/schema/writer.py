@@ -96,7 +96,8 @@ class SchemaWriter:
     def _conditions_that(self, has_value: Callable[[Form, Mapping[Condition, None]], bool]) -> dict[Condition, None]:
         """Return the conditions that a finite value can match.
 
-        `has_value` returns whether a value can have a form, assuming that the given conditions can be satisfied.
+        `has_value` returns whether any value can have the given form, assuming that the given conditions can be
+        satisfied.
         """
         users: dict[Condition, set[Condition]] = {}
         for condition, forms in self._forms.items():

@@ -145,7 +145,10 @@ class RenderedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedCall:
-    """The positions of a call's name and arguments in a turn, and the JSON object, if any, that contains both."""
+    """The positions of a call's name and arguments in a turn.
+
+    If a JSON object contains the name and the arguments, its position is also included.
+    """
 
     name: int
     start: int
@@ -184,7 +187,7 @@ def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
 
 
 def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """Return a turn's calls, or an empty list if any call is missing, because some templates write only one call."""
+    """Return a turn's calls, or an empty list if a call is missing. Some templates write only one call."""
     try:
         return _calls_in(turns, which)
     except UnknownCallFormat:
@@ -241,9 +244,9 @@ def _object_around(turn: str, start: int, name: int, word: str, values: Any) -> 
 
 
 def _keys_of(value: dict[str, Any], word: str, values: Any) -> tuple[str | None, str] | None:
-    """Return the keys of the name and of the arguments, or None if the object is not a call.
+    """Return the keys under which the object contains the name and the arguments, or None if the object is not a call.
 
-    The result is (None, "") if the name itself is the key of the arguments.
+    If the tool's name is itself the key of the arguments, the result is (None, "").
     """
     if word in value and _is_same(value[word], values):
         return None, ""
@@ -340,7 +343,7 @@ def _separator_of_number(turn: str, tags: ArgumentTags) -> str:
 
 
 def _after_prefix(found: CallFormat) -> CallFormat:
-    """Return the format of calls whose name follows a tag or is inside one. Raises UnknownCallFormat."""
+    """Return the format of calls whose name follows a tag or is inside a tag. Raises UnknownCallFormat."""
     unclosed = re.search(r"<[^<>]*\Z", found.open)
     tags = list(TAG.finditer(found.open))
     start = unclosed.start() if unclosed else tags[-1].start() if tags else -1

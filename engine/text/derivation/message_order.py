@@ -55,7 +55,7 @@ def order_probes(for_template: Callable[[Message], dict[str, Any]]) -> dict[str,
 
 
 def derive_order(rendered: RenderedProbes) -> MessageOrder:
-    """Return the message orders that are supported according to the rendered conversations of `order_probes`."""
+    """Return the supported message orders, based on the rendered conversations of `order_probes`."""
 
     def renders_all(conversations: Mapping[str, list[dict[str, str]]]) -> bool:
         return all(_is_complete(rendered.get(name), messages) for name, messages in conversations.items())

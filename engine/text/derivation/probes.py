@@ -1,6 +1,6 @@
 """Define conversations that differ in one respect each, so that rendering them reveals a template's markup.
 
-The words in these conversations occur nowhere else, so all other rendered text comes from the template.
+The words in these conversations don't occur in templates, so all other rendered text comes from the template.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def derive_markup(rendered: RenderedProbes, source: str, ends: Iterable[str] = (
 
 
 def _described(rendered: RenderedProbes) -> CallFormat | None:
-    """Return the call format that a template describes to the model but does not render calls in, or None."""
+    """Return the call format that a template describes to the model without rendering any calls, or None."""
     if any(VALUES[0] in (text or "") for text in rendered.values()):
         return None
     without, with_tools = (rendered.get(name) or "" for name in ("reply without tools", "reply last"))
@@ -85,7 +85,7 @@ def _after_user(text: str | None) -> str:
 
 
 def _candidates(tails: dict[str, str]) -> Iterator[Tags]:
-    """Yield candidate reasoning tags: first those around a reply's reasoning, then those at the start of a reply."""
+    """Yield candidate reasoning tags: first tags around a reply's reasoning, then tags at the start of a reply."""
     with_reasoning = [tail for name, tail in tails.items() if name.startswith("reasoning") and REASON in tail]
     for tail in with_reasoning:
         before, _, after = tail.partition(REASON)

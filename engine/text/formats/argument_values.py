@@ -1,4 +1,4 @@
-"""Convert arguments that a model wrote as bare text to the types in the tool's schema."""
+"""Convert arguments that a model wrote as plain text into the types that the tool's schema requires."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _number_or_word(word: str) -> str:
 
 
 def _rewritten(escaped: str) -> str:
-    """Return the content of a JSON string as `json.dumps` writes it."""
+    """Return a JSON string's content as `json.dumps` would write it."""
     if "\\" not in escaped:
         return written(escaped)
     try:
@@ -217,7 +217,10 @@ class TaggedArguments(ArgumentsReader):
         return "".join(self._out), at
 
     def cut(self, text: str) -> str:
-        """Return the start of a value that is not streamed, as a string unless its schema excludes strings."""
+        """Return the start of an incomplete value that is not streamed.
+
+        The start is returned as a string unless the schema excludes strings.
+        """
         value = self._value
         if value is None or value.is_open:
             return ""

@@ -27,7 +27,7 @@ class ArgumentTags:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A tool call format. Its literals may contain slots (literals.py).
+    """A tool call format. The format's literals may contain slots (literals.py).
 
     A grammar writes `open` NAME `inner` ARGUMENTS, then `middle` NAME `inner` ARGUMENTS for each further call, then
     `close`. A reader accepts `lead`, calls separated by `between`, and `tail`. Each of these calls is a JSON object, or

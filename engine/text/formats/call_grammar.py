@@ -32,7 +32,7 @@ _KEYWORDS_OF_OBJECTS = frozenset(
 
 
 class Prepare(Protocol):
-    """A function that prepares a schema for llguidance, as grammar.schema.prepare_schema does."""
+    """A function that prepares a schema for llguidance, such as grammar.schema.prepare_schema."""
 
     def __call__(self, text: str, /, *, strict: bool, where: str) -> tuple[dict[str, Any] | bool, tuple[str, ...]]: ...
 
@@ -146,7 +146,10 @@ class CallGrammar:
         return " | ".join(replies)
 
     def _reserved_starts(self) -> list[str]:
-        """Return expressions for the starts of reasoning and of JSON calls, with which free text must not start."""
+        """Return expressions for text that starts reasoning or a JSON call.
+
+        Free text must not match these expressions.
+        """
         reserved = []
         if self.reasoning.open:
             reserved.append(f"/\\s*{escaped(self.reasoning.open)}(?s:.*)/")
@@ -262,7 +265,10 @@ class ToolRules:
         return self._arguments
 
     def as_object(self) -> LarkRule:
-        """Return a rule for the whole call as a JSON object. Raises InvalidRequest if the schema can't be compiled."""
+        """Return a rule for the whole call, written as a JSON object.
+
+        Raises InvalidRequest if the schema can't be compiled.
+        """
         format_, schema = self.owner.format, self._schema() if self.follows_schema else {"type": "object"}
         call = {
             "type": "object",
@@ -277,7 +283,7 @@ class ToolRules:
         return self.owner.json_rule(f"{self.rule}c", json.dumps(call), self.offered.strict, self.offered.where)
 
     def _schema(self) -> dict[str, Any]:
-        """Return the schema of the arguments, with type `object` unless it states a single type."""
+        """Return the schema of the arguments. If the schema doesn't state a single type, its type becomes `object`."""
         schema = dict(self.offered.parameters)
         if not isinstance(schema.get("type"), str):
             schema["type"] = "object"
@@ -292,9 +298,9 @@ class ToolRules:
     def _tagged(self, tags: ArgumentTags) -> str:
         """Return an expression for arguments in the order of the schema.
 
-        Rule m1 matches the arguments from index 1 onwards if no argument precedes them, and rule n1 matches them if one
-        does. There are two such rules for every index. For example, these are the rules for a required argument a, an
-        optional argument b and a gap between arguments:
+        Rule m1 matches the arguments from index 1 onwards if no argument precedes them. Rule n1 matches these arguments
+        if another argument precedes them. There are two such rules for every index. For example, these are the rules
+        for a required argument a, an optional argument b and a gap between arguments:
 
             m0 = A n1
             n1 = GAP B | ""

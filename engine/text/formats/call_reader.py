@@ -39,7 +39,8 @@ class ToolReader:
     def parse(self, text: str) -> tuple[tuple[ParsedToolCall, ...], str]:
         """Return the calls and the surrounding text.
 
-        If a call is malformed or its tool was not offered, no calls are returned, and the whole text is kept.
+        If a call is malformed or its tool was not offered, no calls are returned, and the whole text is returned
+        unchanged.
         """
         calls: list[ParsedToolCall] = []
         rest = []
@@ -54,7 +55,7 @@ class ToolReader:
         return tuple(calls[:1] if self.only_one else calls), "".join([*rest, text[at:]]).rstrip()
 
     def offers(self, name: str) -> bool:
-        """Return True if the model may call the tool."""
+        """Return True if the model may call a tool with this name."""
         return not self.parameters or name in self.parameters
 
     def _calls(self, text: str, at: int) -> Found:
@@ -163,7 +164,10 @@ def _separator(tags: ArgumentTags) -> str:
 
 
 def _json_head(format_: CallFormat) -> re.Pattern[str]:
-    """Return a pattern for the start of a JSON object, up to the arguments. Members before the name are skipped."""
+    """Return a pattern for the start of a JSON object, up to the arguments.
+
+    The pattern skips members before the name.
+    """
     if format_.name_is_key:
         return re.compile(rf"\s*\{{\s*{_STRING}\s*:\s*(?=\{{)")
     keys = "|".join(re.escape(key) for key in (format_.arguments_key, "arguments", "parameters"))

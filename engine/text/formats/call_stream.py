@@ -78,7 +78,7 @@ class CallStream:
         self.pieces = CallPieces(tools.only_one)
 
     def push(self, text: str) -> None:
-        """Add the next text of the reply, and read the calls in it."""
+        """Add the next piece of the reply's text, and read the calls in this piece."""
         self._text += text
         while self._find_call() if self._arguments is None else self._read_arguments(self._arguments):
             pass
@@ -161,7 +161,7 @@ class CallStream:
         return text[: self._tools.find(text, at_start=False)]
 
     def _is_markup(self, text: str) -> bool:
-        """Return True if the text is a piece of the markup between or after calls."""
+        """Return True if the text is part of the markup between or after calls."""
         compact, format_ = "".join(text.split()), self._tools.format
         wholes = (format_.middle or "", format_.close, format_.between, format_.tail)
         return any(compact and compact in "".join(whole.split()) for whole in wholes)

@@ -13,7 +13,7 @@ _DECODER = json.JSONDecoder()
 class ParsedToolCall:
     """A function call by the model.
 
-    `arguments` is the text of a JSON object, or the start of this text if the call is partial.
+    `arguments` is a JSON object as text, or the start of this text if the call is partial.
     """
 
     name: str

@@ -40,12 +40,12 @@ def head_of(text: str) -> MessageHead:
 
 
 def may_be_head(text: str) -> bool:
-    """Return True if the text starts like a message header, or may do so once more text arrives."""
+    """Return True if the text starts like a message header, or may start like one after more text has arrived."""
     text = text.lstrip()
     return any(text.startswith(start) or start.startswith(text) for start in _HEAD_STARTS)
 
 
 def next_mark(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str] | None:
-    """Return the position of the first of these marks at or after `start` and the mark itself, or None."""
+    """Return the position of the first mark at or after `start`, and the mark itself, or None if there is no mark."""
     found = [(at, mark) for mark in marks if (at := text.find(mark, start)) >= 0]
     return min(found, default=None)

@@ -1,7 +1,7 @@
 """Compose grammars in llguidance's Lark dialect from literals, texts and schemas.
 
 The lexer takes the longest match and never backtracks. Therefore, all text between two control tokens becomes one
-terminal. Otherwise, one possible next terminal could be the start of another terminal.
+terminal. Otherwise, a terminal that may come next could be the start of another such terminal.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ _HALVES = re.compile(r"start|begin|open|end|close|[^a-z0-9]")
 
 
 def shared_start(first: str, second: str) -> str:
-    """Return the common prefix of both texts, which never ends inside a tag."""
+    """Return the longest common prefix of both texts that doesn't end inside a tag."""
     at = num_shared(first, second)
     return first[: min(_outside(first, at)[0], _outside(second, at)[0])]
 
 
 def shared_end(first: str, second: str) -> str:
-    """Return the common suffix of both texts, which never starts inside a tag."""
+    """Return the longest common suffix of both texts that doesn't start inside a tag."""
     size = num_shared(first[::-1], second[::-1])
     sizes = (len(text) - _outside(text, len(text) - size)[1] for text in (first, second))
     return first[len(first) - min(sizes) :]
@@ -61,7 +61,7 @@ def is_pair(opening: str, closing: str) -> bool:
 
 
 def mirrored(opening: str) -> str | None:
-    """Return the closing tag according to the usual conventions, or None if the tag does not follow any of them."""
+    """Return the closing tag according to the usual conventions, or None if the tag does not follow any convention."""
     for before, after in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end")):
         if before in opening:
             return opening.replace(before, after)
@@ -71,7 +71,7 @@ def mirrored(opening: str) -> str | None:
 
 
 def merged(first: str, second: str) -> str | None:
-    """Return one literal that represents both, with a slot for each different number, or None if other text differs."""
+    """Return one literal for both texts, with a slot for each number that differs, or None if other text differs."""
     if first == second:
         return first
     parts, others = (re.split(r"(\d+)", text) for text in (first, second))
@@ -93,7 +93,7 @@ def pattern_of(literal: str) -> str:
 
 
 def any_of(pieces: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any number of these pieces in a row, including the whitespace between them."""
+    """Return a pattern for any number of these pieces in a row, with whitespace between the pieces."""
     patterns = sorted({pattern_of(piece) for piece in pieces if piece.strip()}, key=len, reverse=True)
     return re.compile(r"\s*(?:(?:" + "|".join(patterns) + r")\s*)*" if patterns else r"\s*")
 

@@ -14,7 +14,7 @@ from ..payloads import BaseJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The properties of a kind of job. The docstring of the payload describes the kind."""
+    """The properties of a kind of job. The kind itself is described in the docstring of its payload."""
 
     task: str
     payload: type[BaseJob]

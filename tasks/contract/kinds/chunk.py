@@ -1,4 +1,4 @@
-"""The kind `chunk`, which is a part of a bulk run with many lines in one job.
+"""The kind `chunk`, a job that runs many lines of a bulk run.
 
 Each line is validated when it is read, and again before it is run.
 """
@@ -34,14 +34,14 @@ LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob] | t
 
 
 class ChunkLine(Payload):
-    """A line, with the parameters of a single job except model and priority."""
+    """A line of a bulk run, with the parameters of a single job except `model` and `priority`."""
 
     kind: LineKind
     params: dict[StrictStr, Any]
 
 
 class ChunkJob(BaseJob):
-    """Lines that one worker runs together. They get slots in the given order."""
+    """Lines that one worker runs together. The lines get slots in the given order."""
 
     lines: Annotated[tuple[ChunkLine, ...], Field(min_length=1, max_length=MAX_CHUNK_LINES)]
 

@@ -15,7 +15,7 @@ TASK_EMBED = "cellama.embed"
 
 
 class EmbedJob(BaseJob):
-    """One vector per text, of unit length unless `normalize` is false. A text can be passed as token ids."""
+    """One vector per string or list of token ids, of unit length unless `normalize` is false."""
 
     texts: Inputs
     normalize: StrictBool = Field(default=True, description="Scale vectors to unit length.")

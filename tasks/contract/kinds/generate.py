@@ -25,14 +25,14 @@ TASK_GENERATE = "cellama.generate"
 
 
 class OtherFilePayload(Payload):
-    """A file from the same project, which the model reads before the text that it completes."""
+    """Another file from the project, which the model reads before the text to complete."""
 
     filename: Name = "tmp"
     text: Text
 
 
 class GenerateJob(GenerationJob):
-    """Text that continues a prompt, or fills the gap before a suffix. The prompt is a text or a list of token ids."""
+    """Text that continues a prompt, or fills the gap before a suffix. The prompt is a string or a list of token ids."""
 
     prompt: Annotated[TextToComplete, BeforeValidator(text_of_result), TypedAs("Prompt")]
     suffix: Text | None = Field(
@@ -43,8 +43,8 @@ class GenerateJob(GenerationJob):
         tuple[OtherFilePayload, ...], no_more_than(limits.MAX_EXTRA_FILES, "files"), TypedAs("Sequence[ExtraFile]")
     ] = Field(
         default=(),
-        description="Other files from the project, each with a filename and a text, which precede a prompt with a "
-        "suffix.",
+        description="Other files from the project, each with a filename and a text. The model reads them before a "
+        "prompt that has a suffix.",
     )
 
     @model_validator(mode="after")
@@ -59,7 +59,7 @@ class GenerateJob(GenerationJob):
 
 
 class GenerateResult(RunResult):
-    """Result of `generate`, which is the first completion. If there are several, `choices` contains all completions."""
+    """Result of `generate`: the first completion. If there are several completions, `choices` contains all of them."""
 
     choices: NotRequired[list[CompletionChoice]]
 

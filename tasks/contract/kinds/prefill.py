@@ -24,7 +24,7 @@ class PrefillJob(ConversationJob, ReadingJob):
     def _check_one(self) -> PrefillJob:
         chat = sorted(self.model_dump(include=set(ConversationJob.__annotations__), exclude_defaults=True))
         if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
-            raise ValueError(f"pass either prompt, or messages or system; the chat parameters of this call are {chat}")
+            raise ValueError(f"pass either prompt, or messages or system; the call sets the chat parameters {chat}")
         return self
 
 

@@ -45,7 +45,7 @@ class Prediction(TypedDict):
 
 
 class ExtraFile(TypedDict):
-    """A file from the same project, which the model reads before the text that it completes."""
+    """Another file from the project, which the model reads before the text to complete."""
 
     filename: NotRequired[str]
     text: str
@@ -74,7 +74,7 @@ class FunctionName(TypedDict):
 
 
 class ToolChoice(TypedDict):
-    """A choice of one tool, in the OpenAI format."""
+    """A tool choice that names one tool, in the OpenAI format."""
 
     type: Literal["function"]
     function: FunctionName

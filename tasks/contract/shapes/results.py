@@ -33,7 +33,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict, total=False):
-    """Milliseconds since submission, and rates in tokens per second. A value that was not measured is None.
+    """Milliseconds since submission, and rates in tokens per second. Values that were not measured are None.
 
     `delivery_ms` ends when the worker's engine receives the request, `queue_ms` when the request gets a slot, and
     `ttft_ms` with the first token. `prefix_wait_ms` is the part of `queue_ms` during which another request computed a
@@ -66,7 +66,7 @@ class Logprob(TypedDict):
 
 
 class Function(TypedDict):
-    """The function that a model calls. `arguments` is a JSON object as text."""
+    """The function that a model calls. `arguments` is a JSON object, encoded as a string."""
 
     name: str
     arguments: str

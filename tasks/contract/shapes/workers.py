@@ -23,7 +23,7 @@ ChatFeature = Literal["tools", "thinking"]
 
 
 class LoadFailure(TypedDict):
-    """The error that occurred when a model or adapter was loaded or unloaded (contract.codes)."""
+    """The error from a failed load or unload of a model or adapter (contract.codes)."""
 
     code: str
     message: str
@@ -70,7 +70,10 @@ class WorkerAdapter(TypedDict):
 
 
 class AdapterView(WorkerAdapter):
-    """An adapter with the same file and scale on all `workers` that have it. `in_use` is the sum over these workers."""
+    """An adapter with the same file and scale on all `workers` that have it.
+
+    `in_use` is the sum of the values from these workers.
+    """
 
     workers: list[str]
 
@@ -94,7 +97,7 @@ class CachedPrefix(TypedDict):
 
 
 class ModelFile(TypedDict):
-    """A model before it is loaded."""
+    """The properties of a model that are known before the model is loaded."""
 
     id: str  # id of the model
     status: ModelStatus  # loading, ready, unloading, stopped, or lacking if no worker could load it
@@ -104,7 +107,7 @@ class ModelFile(TypedDict):
 
 
 class LoadedModel(TypedDict, total=False):
-    """A loaded model."""
+    """The properties of a model that are known once the model is loaded."""
 
     architecture: str  # for example llama
     description: str  # from llama.cpp, for example "llama 1B Q8_0"
@@ -172,7 +175,7 @@ class WorkerVram(TypedDict):
 class WorkerMemory(TypedDict):
     """The memory for a worker's models.
 
-    `budget` is in bytes for all devices together. `vram` is None if there are no GPUs.
+    `budget` is the total for all devices, in bytes. `vram` is None if there are no GPUs.
     """
 
     budget: int | Literal["auto", "unlimited"]

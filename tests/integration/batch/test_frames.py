@@ -60,7 +60,7 @@ def test_table_with_an_output_is_resumed_without_recomputation(
         assert path.stat().st_mtime_ns == written
 
 
-def test_dictionaries_and_texts_return_dictionaries(worker: WorkerProcess, model: str) -> None:
+def test_batch_returns_dictionaries_when_rows_are_dictionaries_or_strings(worker: WorkerProcess, model: str) -> None:
     async def texts() -> list[dict[str, Any]]:
         async with AsyncClient() as client:
             return await client.batch(iter(TITLES), model=model, as_kind="prompt", **GREEDY)
@@ -77,7 +77,7 @@ def test_dictionaries_and_texts_return_dictionaries(worker: WorkerProcess, model
     assert [(row["output"] is None, row["embedding"] is None) for row in jobs] == [(False, True), (True, False)]
 
 
-def test_failed_rows_are_missing_and_cause_a_warning(worker: WorkerProcess, model: str) -> None:
+def test_failed_rows_are_omitted_from_the_result_and_cause_a_warning(worker: WorkerProcess, model: str) -> None:
     rows = [{"id": 1, "title": "The fox"}, {"id": 2, "title": ""}]
     with Client() as client, pytest.warns(UserWarning, match="1 of 2 rows failed and are not in the result: prompt is"):
         found = client.batch(rows, model=model, column="title", **GREEDY)
@@ -88,10 +88,10 @@ def test_failed_rows_are_missing_and_cause_a_warning(worker: WorkerProcess, mode
     ("data", "output", "message"),
     [
         ("in.jsonl", None, "output is missing; specify an output file"),
-        ([{"id": 1}], "out.csv", "output: 'out.csv' can't keep all types of the result"),
-        ([1], None, "input: row 0 is of type int; it must be a dictionary or a text"),
+        ([{"id": 1}], "out.csv", "output: 'out.csv' can't store all types in the result"),
+        ([1], None, "input: row 0 is of type int; it must be a dictionary or a string"),
         ({"a": 1}, None, "input: dict is not supported; pass a path, a table, or a list of rows"),
-        (pyarrow.array([1]), None, "input: a Int64Array of pyarrow is not a table"),
+        (pyarrow.array([1]), None, "input: a pyarrow Int64Array is not a table"),
     ],
 )
 def test_client_rejects_data_that_does_not_consist_of_rows(

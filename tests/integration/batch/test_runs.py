@@ -108,7 +108,9 @@ def test_ids_keep_their_types_in_results_and_errors_and_after_a_resume(
     assert {each["id"] for each in commands.errors()} == {7, 8, 9}
 
 
-def test_token_counts_include_earlier_commands(worker: WorkerProcess, commands: Commands, redis_client: Redis) -> None:
+def test_token_counts_include_results_of_earlier_commands(
+    worker: WorkerProcess, commands: Commands, redis_client: Redis
+) -> None:
     lines = [*stories(2, max_tokens=4), *stories(40, max_tokens=20)[2:]]
     tokens = 2 * 4 + 38 * 20
     commands.write(lines)
@@ -279,7 +281,7 @@ def test_new_first_line_is_appended_when_later_lines_are_already_written(
     assert [each["id"] for each in commands.results()] == ["s0", "s1", "s2", "s3", "s4", "new"]
 
 
-def test_retry_failed_runs_failed_lines_again(worker: WorkerProcess, commands: Commands) -> None:
+def test_retry_failed_option_reruns_failed_lines(worker: WorkerProcess, commands: Commands) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "long", "prompt": "word " * 3000}])
     assert commands.run() == 1
     for _ in range(2):
@@ -290,7 +292,7 @@ def test_retry_failed_runs_failed_lines_again(worker: WorkerProcess, commands: C
 
 
 @pytest.mark.parametrize("order", ["completion", "input"])
-def test_dedupe_runs_identical_greedy_lines_once(worker: WorkerProcess, commands: Commands, order: str) -> None:
+def test_dedupe_option_runs_identical_greedy_lines_once(worker: WorkerProcess, commands: Commands, order: str) -> None:
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
     lines = [{"id": f"{i}", "prompt": f"A little {ANIMALS[i % 3]}", **greedy} for i in range(30)]
     drawn = [

@@ -129,7 +129,7 @@ def test_run_continues_with_the_remaining_rows_after_a_limit(
     assert parquet.read_table(commands.folder / "out.parquet")["key"].to_pylist() == list(range(8))
 
 
-def test_sample_draws_the_same_rows_each_time(worker: WorkerProcess, commands: Commands, model: str) -> None:
+def test_sample_option_draws_the_same_rows_each_time(worker: WorkerProcess, commands: Commands, model: str) -> None:
     (commands.folder / "in.txt").write_text("".join(f"The fox {i}\n" for i in range(50)))
     found = []
     for name in ("one.jsonl", "two.jsonl"):
@@ -139,7 +139,7 @@ def test_sample_draws_the_same_rows_each_time(worker: WorkerProcess, commands: C
     assert found[0] == found[1]
     assert len(found[0]) == 5
     assert commands.call(*argv, "--limit", "2") == 2
-    assert "'two.jsonl' has results of rows that --limit or --sample leaves out" in commands.words()
+    assert "'two.jsonl' has results of rows that --limit or --sample excludes" in commands.words()
 
 
 def test_compressed_files_and_urls_are_read_and_written(worker: WorkerProcess, commands: Commands, model: str) -> None:

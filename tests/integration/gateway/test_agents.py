@@ -112,7 +112,7 @@ def test_edited_history_is_sent_to_the_model_as_edited(
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(("api", "prefix"), [("chat", "chatcmpl-"), ("messages", "msg_"), ("responses", "resp_")])
-def test_reuse_is_explained_for_the_id_of_an_answer(
+def test_cache_reuse_is_explained_for_the_id_of_an_answer(
     gateway: GatewayProcess, queue: Client, api: str, prefix: str
 ) -> None:
     agent = AGENTS[api](gateway, "agent", "hermes", keeps_reasoning=False, question=f"Which answer of {api}?")
@@ -154,7 +154,7 @@ def test_replies_are_never_replayed_in_another_scope(queue: Client) -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_whole_conversation_continues_the_reply_of_a_job_with_a_parent_key(queue: Client) -> None:
+def test_whole_conversation_reuses_the_reply_of_a_job_with_a_parent_key(queue: Client) -> None:
     turns: list[dict[str, Any]] = []
     reply: dict[str, Any] = {}
     for i in (4, 9, 14, 19):
@@ -182,7 +182,7 @@ def test_template_renders_a_reply_whose_record_has_expired(gateway: GatewayProce
     run(agent, range(7, 9), before=turn)
 
 
-def test_next_turn_is_warm_after_its_worker_was_killed(
+def test_next_turn_reuses_the_cache_after_its_worker_was_killed(
     gateway: GatewayProcess, queue: Client, redis_server: RedisServer, redis_client: Redis, tmp_path: Path
 ) -> None:
     states: Any = {"CELLAMA_CACHE_DIR": str(tmp_path / "states")}

@@ -82,7 +82,7 @@ def test_batch_works_for_other_endpoints(openai: OpenAI, url: str, content: dict
     assert len(lines_of(openai, batch.output_file_id)) == 1
 
 
-def test_batch_of_responses_answers_like_the_endpoint(openai: OpenAI) -> None:
+def test_batch_of_responses_returns_the_same_answers_as_the_endpoint(openai: OpenAI) -> None:
     body: Any = {"model": "tiny", "input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 8}
     body |= {"instructions": "Be brief", "metadata": {"of": "a test"}}
     lines = [{"custom_id": name, "method": "POST", "url": "/v1/responses", "body": body} for name in "ab"]

@@ -319,7 +319,7 @@ def incomplete_bodies(gateway: GatewayProcess) -> Iterator[str]:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("situation", EXPECTED)
-def test_client_raises_the_exception_for_the_situation(
+def test_client_raises_the_expected_exception_for_each_error(
     raised: dict[str, dict[str, str]], situation: str, client: str
 ) -> None:
     assert raised[situation][client] == EXPECTED[situation][CLIENTS.index(client)]

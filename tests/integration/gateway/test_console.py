@@ -148,9 +148,7 @@ def test_overview_shows_models_workers_and_queues(gateway: GatewayProcess, unser
     assert "Redis memory" in text
 
 
-def test_visitor_sees_only_jobs_of_its_tenant_unless_it_is_an_administrator(
-    keyed: Keyed, visit: Visit, queue: Client
-) -> None:
+def test_only_administrators_see_jobs_of_other_tenants(keyed: Keyed, visit: Visit, queue: Client) -> None:
     keys = {"acme": keyed.add(), "other": keyed.add(), "admin": keyed.add(admin=True)}
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 1, "cache_salt": "x"}
     headers = {"authorization": f"Bearer {keys['acme'].text}"}

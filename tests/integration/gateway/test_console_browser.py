@@ -64,7 +64,7 @@ def test_pages_are_accessible_and_fit_each_screen_size(
     assert is_dark == (scheme == "dark")
 
 
-def test_list_follows_the_filters_while_the_visitor_types(
+def test_list_is_filtered_while_the_visitor_types(
     page: Page, gateway: GatewayProcess, queue: Client, unserved: str
 ) -> None:
     jobs = [queue.generate(unserved, "Hello", wait=True) for _ in range(3)]
@@ -201,7 +201,7 @@ def test_markup_in_model_output_is_shown_as_text(
     assert page.run("[window.hacked ?? null, document.querySelectorAll('main img, main script').length]") == [None, 0]
 
 
-def test_visitor_signs_in_and_cancels_a_job_with_the_keyboard_only(
+def test_visitor_can_sign_in_and_cancel_a_job_using_only_the_keyboard(
     page: Page,
     keyed: Keyed,
     queue: Client,

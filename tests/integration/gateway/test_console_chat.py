@@ -48,7 +48,7 @@ def store_running_turn(redis_server: RedisServer, chatter: ConsoleChatter, job_i
     chatter.num_turns = 1
 
 
-def test_chat_continues_the_conversation_and_keeps_it(chatter: ConsoleChatter, redis_client: Redis) -> None:
+def test_chat_continues_and_stores_the_conversation(chatter: ConsoleChatter, redis_client: Redis) -> None:
     assert chatter.send("What is the capital of France?").status_code == 200
     first = chatter.answer()
     assert (first["type"], first["status"], "Paris" in first["answer"]) == ("end", "done", True)
@@ -185,7 +185,9 @@ def keyed(redis_server: RedisServer, worker: WorkerProcess, tmp_path: Path) -> I
     assert gateway.stop() == 0
 
 
-def test_chat_belongs_to_its_key_and_shares_its_rights(keyed: tuple[str, str, str], redis_client: Redis) -> None:
+def test_chat_belongs_to_its_key_and_has_the_rights_of_the_key(
+    keyed: tuple[str, str, str], redis_client: Redis
+) -> None:
     url, first, second = keyed
     own, other = ConsoleChatter(url, **{"x-api-key": first}), ConsoleChatter(url, **{"x-api-key": second})
     with own, other:

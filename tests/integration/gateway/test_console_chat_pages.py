@@ -56,7 +56,7 @@ def longer(page: Page, than: str) -> Callable[[], bool]:
     return lambda: len(answer_of(page)) > len(than)
 
 
-def test_chat_is_written_stopped_and_repeated_with_the_keyboard_only(
+def test_answer_can_be_requested_stopped_and_repeated_using_only_the_keyboard(
     gateway: GatewayProcess, worker: WorkerProcess, page: Page
 ) -> None:
     open_chat(page, gateway.url)

@@ -124,7 +124,7 @@ def test_tenants_page_shows_the_jobs_and_share_of_each_tenant(keyed: Keyed, redi
     assert unchanged.status_code == 304
 
 
-def test_keys_in_a_file_are_created_as_text_for_the_file(keyed: Keyed) -> None:
+def test_new_key_is_shown_as_text_for_the_key_file_when_keys_are_in_a_file(keyed: Keyed) -> None:
     keyed.process.wait_ready("/health")
     key = keyed.add(admin=True, tenant="<b>root".strip("<b>"))
     with as_owner_of(keyed, key) as admin:

@@ -173,7 +173,7 @@ def test_rows_of_a_table_become_requests(http: httpx.Client) -> None:
     assert (refused.status_code, "template is empty" in refused.text) == (400, True)
 
 
-def test_runs_of_the_command_are_listed_for_administrators(http: httpx.Client, redis_client: Redis) -> None:
+def test_runs_of_the_command_line_are_listed_for_administrators(http: httpx.Client, redis_client: Redis) -> None:
     batches = Batches(redis_client)
     batches.write("run-1", state="in_progress", input="<b>a.csv", output="b.csv", model="tiny", total=7, finished=3)
     try:

@@ -67,19 +67,19 @@ def test_ollamas_client_fills_a_gap(gateway: GatewayProcess, filler: str) -> Non
             parts = client.generate(filler, prefix, suffix="the end.", options=options, stream=True)
             assert (filled.response, filled.prompt_eval_count) == (answer["content"], answer["tokens_evaluated"])
             assert "".join(part.response or "" for part in parts) == answer["content"]
-            with pytest.raises(ResponseError, match="has no tokens to fill in the middle"):
+            with pytest.raises(ResponseError, match="has no fill-in-the-middle tokens"):
                 client.generate("tiny", prefix, suffix="the end.")
 
 
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
-        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "has no tokens to fill in the middle"),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "has no fill-in-the-middle tokens"),
         ("/infill", {"input_prefix": "a"}, "input_suffix is None; it must be a string"),
         ("/infill", {"input_prefix": 3, "input_suffix": "b"}, "input_prefix is 3; it must be a string"),
         ("/infill", {"input_prefix": "", "input_suffix": "", "input_extra": [{"name": "x"}]}, "input_extra.0"),
         ("/infill", {"input_prefix": "", "input_suffix": "", "xyzzy": 1}, "unknown parameter 'xyzzy'"),
-        ("/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}, "has no tokens to fill in the middle"),
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}, "has no fill-in-the-middle tokens"),
         ("/v1/completions", {"model": "tiny", "prompt": ""}, "prompt is '': it is empty; provide some text"),
     ],
 )
@@ -91,7 +91,7 @@ def test_gap_that_cannot_be_filled_is_rejected(
     assert expected in answer.json()["error"]["message"]
 
 
-def test_other_files_require_a_suffix(queue: Client) -> None:
+def test_additional_files_require_a_suffix(queue: Client) -> None:
     with pytest.raises(InvalidJob, match="input_extra requires a suffix"):
         queue.generate("tiny", "a", input_extra=[{"text": "b"}])
     with pytest.raises(InvalidJob, match="suffix can't be combined with parent_key"):

@@ -71,7 +71,7 @@ def test_stream_adds_up_to_the_answer(client: OllamaClient, gateway: GatewayProc
         assert len([json.loads(line) for line in streamed.iter_lines()]) > 2
 
 
-def test_asyncio_client_streams(gateway: GatewayProcess) -> None:
+def test_asyncio_client_streams_answers(gateway: GatewayProcess) -> None:
     async def chat() -> str:
         async with AsyncClient(host=gateway.url, timeout=PATIENCE_S) as client:
             return text_of([part async for part in await client.chat(**ASKED, stream=True)])
@@ -329,7 +329,7 @@ def test_requests_and_tokens_count_against_the_limits_of_the_key(keyed: Keyed) -
         assert raised.value.status_code == 429
 
 
-def test_prefixes_are_shared_with_the_other_endpoints_of_the_tenant_only(keyed: Keyed) -> None:
+def test_prefixes_are_shared_with_other_endpoints_but_not_with_other_tenants(keyed: Keyed) -> None:
     messages: Any = [{"role": "user", "content": "a fox and a bear and " * 20}]
     keys = [keyed.add().text for _ in range(2)]
     headers = {"authorization": f"Bearer {keys[0]}"}

@@ -80,7 +80,7 @@ def _authorized(client: httpx.Client, kind: str, key: KeyText) -> httpx.Client:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_pair_gets_the_expected_reply(clients: Clients, pair: Pair) -> None:
+def test_request_of_each_pair_gets_the_expected_reply(clients: Clients, pair: Pair) -> None:
     assert run(clients, pair) == []
 
 

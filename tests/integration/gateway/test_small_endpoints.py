@@ -98,7 +98,7 @@ def test_service_tier_sets_the_priority_of_the_job(
     assert int(redis_client.hget(f"cellama:job:{job_id}", "priority")) == priority
 
 
-def test_prefixes_are_shared_only_within_a_salt(openai: OpenAI) -> None:
+def test_prefixes_are_shared_only_by_requests_with_the_same_salt(openai: OpenAI) -> None:
     def cached(salt: str) -> int:
         question = [{"role": "user", "content": f"Tell of {'a fox and ' * 20} a bear"}]
         sent: Any = {**CHAT, "messages": question, "max_tokens": 1, "extra_body": {"cache_salt": salt}}

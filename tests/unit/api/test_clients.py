@@ -61,7 +61,7 @@ def test_client_connects_to_the_redis_of_its_url() -> None:
                     call()
 
 
-def test_delay_fails_without_retries_of_kombu_when_redis_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delay_fails_without_kombu_retries_when_redis_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(_: Transport) -> None:
         pytest.fail("kombu tries to connect")
 
@@ -78,7 +78,7 @@ def test_client_rejects_an_invalid_url() -> None:
         Client("http://localhost")
 
 
-def test_app_at_has_its_own_copies_of_all_tasks() -> None:
+def test_app_at_returns_an_app_with_its_own_copies_of_all_tasks() -> None:
     other = app_at("redis://127.0.0.1:1/4")
     ours = {name for name, task in app.tasks.items() if isinstance(task, JobTask)}
     assert {name for name, task in other.tasks.items() if isinstance(task, JobTask)} == ours

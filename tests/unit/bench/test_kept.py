@@ -57,13 +57,13 @@ def results(tmp_path: Path) -> Results:
         ("9<!-- x: other -->", "2"),
     ],
 )
-def test_figure_keeps_its_number_of_digits_when_refreshed(results: Results, text: str, measured: str) -> None:
+def test_figure_keeps_its_number_of_digits_when_updated(results: Results, text: str, measured: str) -> None:
     (figure,) = figures(text)
     assert figure.measured(results) == measured
     assert refreshed(f"It is {text} here", results) == f"It is {measured}{text[text.index('<') :]} here"
 
 
-def test_figure_without_a_kept_result_is_reported(results: Results) -> None:
+def test_figure_without_a_saved_result_is_reported(results: Results) -> None:
     for text in ("1<!-- x: no -->", "1<!-- y: rate -->", "1<!-- x: ms where who=c -->", "1<!-- x[large]: rate -->"):
         (figure,) = figures(text)
         with pytest.raises(LookupError, match="no result of"):

@@ -74,7 +74,7 @@ def test_sizes_count_each_prefix_once() -> None:
     assert found.longest == 9
 
 
-def test_ratios_at_once_are_relative_to_the_best_server() -> None:
+def test_ratios_of_simultaneous_requests_are_relative_to_the_best_server() -> None:
     found = AtOnce(sizes(flat(conversations(LoadShape(20)))))
     times = {
         "engine alone": [11.0, 9.0, 10.0],

@@ -43,7 +43,7 @@ def written(path: Path, cases: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_schemas_counts_outputs_and_instances_of_accepted_schemas(tmp_path: Path) -> None:
+def test_schemas_benchmark_counts_outputs_and_instances_of_accepted_schemas(tmp_path: Path) -> None:
     report = report_of(written(tmp_path, CASES))
     row = dict(report.rows[1])
     assert report.wrong == []
@@ -53,15 +53,15 @@ def test_schemas_counts_outputs_and_instances_of_accepted_schemas(tmp_path: Path
     assert (row["valid"], row["valid accepted"], row["invalid"], row["invalid accepted"]) == (2, 1, 1, 0)
 
 
-def test_schemas_reports_an_invalid_instance_that_is_accepted(tmp_path: Path) -> None:
+def test_schemas_benchmark_reports_an_invalid_instance_that_is_accepted(tmp_path: Path) -> None:
     case = {"description": "d", "schema": {"type": "null"}, "tests": [{"data": None, "valid": False}]}
     report = report_of(written(tmp_path, [case]))
     assert report.ratios["invalid instances that are accepted"] == 1
     assert [line.endswith("accepts null") for line in report.wrong] == [True]
 
 
-def test_schemas_reports_a_missing_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"has no tests/draft2020-12; clone"):
+def test_schemas_benchmark_reports_a_missing_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"does not contain tests/draft2020-12; clone"):
         report_of(tmp_path)
     monkeypatch.delenv(schemas.SUITE, raising=False)
     assert "--suite or" in report_of(None).caveats[0]

@@ -21,7 +21,7 @@ def short_streams() -> list[Line]:
     return [Line(f"stream-{number}", line.prompt, 40) for number, line in enumerate(lines)]
 
 
-def test_strategies_reach_their_rates_when_micro_batches_are_expensive() -> None:
+def test_strategies_reach_their_target_rates_when_micro_batches_are_expensive() -> None:
     for costs in (CPU, CHEAP_ROWS):
         seconds = {name: found.seconds for name, found in simulated(BULK, costs).items()}
         assert seconds["prefill_priority"] <= seconds["balanced"] * 1.005
@@ -29,7 +29,7 @@ def test_strategies_reach_their_rates_when_micro_batches_are_expensive() -> None
         assert seconds["adaptive"] == seconds["prefill_priority"]
 
 
-def test_strategies_reach_their_gaps_between_tokens() -> None:
+def test_strategies_reach_their_target_gaps_between_tokens() -> None:
     found = simulated(BULK, CPU)
     for longest in (lambda gaps: percentile(gaps, 0.99), max):
         gaps = {name: longest(one.gaps_ms) for name, one in found.items()}

@@ -32,7 +32,7 @@ def test_lines_round_trip(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
-def test_trie_optimum_counts_the_different_prefixes(prompts: list[list[int]]) -> None:
+def test_trie_optimum_counts_each_distinct_prefix_once(prompts: list[list[int]]) -> None:
     prefixes = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
     assert trie_optimum(prompts) == len(prefixes)
 

@@ -24,7 +24,7 @@ SetVariables = Callable[..., None]
         ("", []),
     ],
 )
-def test_cors_origins_may_be_a_json_list_or_separated_by_commas(
+def test_cors_origins_may_be_a_json_list_or_a_comma_separated_list(
     settings_environment: SetVariables, text: str, origins: list[str]
 ) -> None:
     settings_environment(gateway_cors_origins=text)

@@ -119,7 +119,9 @@ def test_settings_file_error_names_the_mistake(
 
 
 @pytest.mark.parametrize("text", ["gpt-4o-mini=tiny, x=:default", '{"gpt-4o-mini": "tiny", "x": ":default"}'])
-def test_alias_represents_its_model_in_queue_names_and_payloads(settings_environment: SetVariables, text: str) -> None:
+def test_alias_is_resolved_to_its_model_in_queue_names_and_payloads(
+    settings_environment: SetVariables, text: str
+) -> None:
     settings_environment(model_aliases=text)
     assert get_settings().model_aliases == {"gpt-4o-mini": "tiny", "x": ":default"}
     assert queue_name("gpt-4o-mini") == queue_name("tiny") == "cellama:queue:tiny"

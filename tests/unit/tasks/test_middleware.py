@@ -34,7 +34,7 @@ class Broken(Recorder):
         raise SystemExit(3)
 
 
-def test_hooks_around_an_attempt_get_its_result_or_its_error() -> None:
+def test_hooks_around_an_attempt_receive_its_result_or_error() -> None:
     recorder, error = Recorder(), ValueError("no")
     attempt = context("good")
     with running(recorder, attempt):

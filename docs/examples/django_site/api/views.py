@@ -76,5 +76,5 @@ def frames(events: Iterator[Event]) -> Iterator[str]:
 
 
 def problem(error: JobError) -> JsonResponse:
-    """Answer an invalid parameter with 400, an unknown job with 404, and an unreachable Redis with 503."""
+    """Return status 400 for an invalid parameter, 404 for an unknown job, and 503 if Redis is unreachable."""
     return JsonResponse({"code": error.code, "message": str(error)}, status=error.http_status)

@@ -30,7 +30,7 @@ VALUES = st.recursive(
         ('{"a": "}\\"", "b": {', {"a": '}"', "b": {}}),
     ],
 )
-def test_completed_keeps_all_complete_members(cut: str, known: dict[str, Any]) -> None:
+def test_completed_returns_all_complete_members(cut: str, known: dict[str, Any]) -> None:
     assert json.loads(completed(cut)) == known
 
 

@@ -121,7 +121,7 @@ def test_truncated_reasoning_block_is_closed() -> None:
         (done(finish_reason="timeout"), "max_tokens"),
     ],
 )
-def test_end_has_an_anthropic_stop_reason(end: dict[str, Any], reason: str) -> None:
+def test_last_event_has_an_anthropic_stop_reason(end: dict[str, Any], reason: str) -> None:
     assert stop_of(end, 100)["stop_reason"] == reason
 
 

@@ -35,10 +35,10 @@ def test_check_files_accepts_output_names_without_another_format(tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("X.XLSX", "because xlsx is not a format of bulk runs; use .jsonl, .csv, .tsv, .parquet or .arrow"),
-        ("x.jsonl.bz2", "because bz2 is not a format of bulk runs"),
-        ("x.pickle", "because pickle is not a format of bulk runs"),
-        ("x.parquet.gz", "parquet files compress themselves; remove '.gz'"),
+        ("X.XLSX", "because xlsx is not an output format; use .jsonl, .csv, .tsv, .parquet or .arrow"),
+        ("x.jsonl.bz2", "because bz2 is not an output format"),
+        ("x.pickle", "because pickle is not an output format"),
+        ("x.parquet.gz", "parquet files are already compressed; remove '.gz'"),
         ("nowhere/x.jsonl", "directory '.*/nowhere' not found; create it"),
         (".", "is not a file; choose a file"),
     ],
@@ -64,8 +64,8 @@ def test_check_files_accepts_tables_for_results_but_not_for_errors(tmp_path: Pat
         ({"template": "{a"}, "template: expected '}' before end of string; write {{ or }} for a brace"),
         ({"template": "{a}", "column": "b"}, "--column and --template can't be combined"),
         ({"limit": 2, "sample": 2}, "--limit and --sample can't be combined"),
-        ({"limit": 0}, "limit: 0 is not a number of rows"),
-        ({"params": {"n": 2}, "output": "x.csv"}, "n: 2 results of a line don't fit into a row of .*x.csv"),
+        ({"limit": 0}, "limit: 0 is not a valid number of rows"),
+        ({"params": {"n": 2}, "output": "x.csv"}, "n: 2 results of a line don't fit into one row of .*x.csv"),
     ],
 )
 def test_check_files_rejects_options_that_contradict_each_other(
@@ -76,7 +76,7 @@ def test_check_files_rejects_options_that_contradict_each_other(
 
 
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.csv.zst"])
-def test_check_files_looks_into_compressed_input(tmp_path: Path, name: str) -> None:
+def test_check_files_checks_the_contents_of_compressed_input(tmp_path: Path, name: str) -> None:
     def compress(data: bytes) -> bytes:
         return gzip.compress(data) if name.endswith(".gz") else bytes(pyarrow.compress(data, "zstd", asbytes=True))
 

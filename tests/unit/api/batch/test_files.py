@@ -84,7 +84,7 @@ def test_line_file_copies_appended_lines_to_the_echo(tmp_path: Path) -> None:
     assert (tmp_path / "echo").read_text() == '{"id": 2}\n{"id": "ä"}\n'
 
 
-def test_rewrite_without_removes_outdated_results_in_both_formats(tmp_path: Path) -> None:
+def test_outdated_results_are_removed_by_rewrite_without_in_both_formats(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
     rewrite_without(path, {"a", "b"}.__contains__)
@@ -96,7 +96,7 @@ def test_work_file_cannot_be_opened_twice(work: WorkFile) -> None:
         WorkFile(work.path)
 
 
-def test_next_lines_groups_lines_with_a_common_prefix(work: WorkFile) -> None:
+def test_next_lines_returns_lines_with_a_common_prefix_together(work: WorkFile) -> None:
     prompts = ["fox a", "cat a", "fox b", "cat b", "ant"]
     read(work, *(line(i + 1, prompt) for i, prompt in enumerate(prompts)), line(9, "aaa", model="other"))
     assert work.pending == {"m": 5, "other": 1}
@@ -120,7 +120,7 @@ def test_line_is_pending_again_when_its_chunk_is_lost(work: WorkFile) -> None:
     assert not work.tried_out(2)
 
 
-def test_reading_keeps_states_and_drops_results_of_changed_lines(work: WorkFile) -> None:
+def test_reading_keeps_line_states_and_drops_results_of_changed_lines(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"))
     first, second, third = work.next_lines("m", 3)
     for each in (first, second):

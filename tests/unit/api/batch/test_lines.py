@@ -151,7 +151,7 @@ def test_parquet_file_has_a_prompt_per_row(tmp_path: Path) -> None:
         rows(None)
 
 
-def test_read_lines_raises_when_the_file_has_another_format(tmp_path: Path) -> None:
+def test_read_lines_raises_when_the_file_has_a_different_format(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"no parquet")
     for format_, kind in (("parquet", "Parquet"), ("arrow", "Arrow")):
         with pytest.raises(InvalidJob, match=f"can't read the {kind} file .* after row 0"):
@@ -206,7 +206,7 @@ def test_system_message_makes_rows_chats() -> None:
     (line,) = read_lines(io.BytesIO(b"Hi\n"), "text", defaults, 1000)
     assert isinstance(line, BatchLine)
     assert (line.kind, line.params["system"]) == ("chat", "Be brief.")
-    with pytest.raises(InvalidJob, match="system: it only applies to chats, and the rows become embeds; use --as chat"):
+    with pytest.raises(InvalidJob, match="system: only chats can have a system message, but --as is embed; use"):
         list(read_lines(io.BytesIO(b"Hi\n"), "text", defaults, 1000, RowMapping(as_kind="embed")))
 
 
@@ -217,7 +217,7 @@ def test_json_row_without_a_column_of_the_first_row_is_invalid() -> None:
     assert bad.message == "the row has no column 'title'; add it, or leave the row out"
 
 
-def test_directory_has_a_row_per_file(tmp_path: Path) -> None:
+def test_directory_input_has_a_row_per_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name, data in {
         "b.txt": b"two",
@@ -269,7 +269,7 @@ def test_read_lines_rejects_unknown_columns() -> None:
         read({"prompt": "a"}, columns=RowMapping(id="prompt"))
     with pytest.raises(InvalidJob, match="--template: unknown column 'body'; columns: id, question"):
         read(b"id,question", b"1,a", format_="csv", columns=RowMapping(template=RowTemplate("{body}")))
-    with pytest.raises(InvalidJob, match="the file has several columns 'id'; rename one"):
+    with pytest.raises(InvalidJob, match="several columns are named 'id'; rename all but one"):
         read(b"id,question,id", b"1,a,2", format_="csv", columns=RowMapping("question"))
 
 

@@ -121,7 +121,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
             NO_REDIS,
             [
                 (["generate", "tiny", "Hi"], 3, "Redis at redis://127.0.0.1:1/0 does not answer"),
-                (["worker"], 3, "does not answer; start it, or use `cellama up`, which starts one"),
+                (["worker"], 3, "does not answer; start Redis, or run `cellama up`, which starts Redis and a worker"),
                 (["generate", "tiny", "Hi", "--max-tokens", "0"], 2, "max_tokens is 0"),
                 (["generate", "tiny", "Hi", "--temperature", "-1"], 2, "temperature is -1.0"),
                 (["generate", "tiny", "Hi", "--max-tokens", "many"], 2, "valid integer"),
@@ -129,7 +129,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
                 (["generate", "tiny"], 2, "Missing argument"),
                 (["generate", "tiny", "Hi", "--max-token", "3"], 2, "--max-tokens"),
                 (["genrate"], 2, "genrate"),
-                (["up", "--redis", "redis://db.invalid:1/0"], 3, "can start one only on loopback"),
+                (["up", "--redis", "redis://db.invalid:1/0"], 3, "can start Redis only on loopback"),
             ],
         ),
         ({"CELLAMA_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, [(["status"], 3, "redis://:***@127.0.0.1:1/0")]),
@@ -203,7 +203,9 @@ def test_batch_run_has_options_for_all_parameters_except_priority() -> None:
 
 
 @pytest.mark.parametrize("command", [["worker"], ["up"], ["demo"], ["tune", "bundled://tiny"]])
-def test_command_names_missing_packages_once_without_the_worker_extra(command: list[str], tmp_path: Path) -> None:
+def test_command_reports_missing_packages_once_when_the_worker_extra_is_not_installed(
+    command: list[str], tmp_path: Path
+) -> None:
     code = (
         "import sys\nfor name in ('llama_cpp', 'jinja2'):\n    sys.modules[name] = None\n"
         "import importlib.util as u\nfind = u.find_spec\n"

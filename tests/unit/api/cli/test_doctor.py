@@ -98,14 +98,14 @@ def test_unused_and_absent_cpu_features_have_a_remedy() -> None:
     assert levels(doctor.cpu_findings(["AVX"], set())) == ["ok"]  # no /proc/cpuinfo
 
 
-def test_slow_build_remedy_names_another_machine_when_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_build_remedy_suggests_another_machine_when_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     (unused,) = doctor.cpu_findings(["AVX"], {"avx", "avx2"})
     assert "on a machine with a compiler" in unused.remedy
 
 
-def test_variant_that_llama_cpp_chose_is_named_and_need_not_use_every_feature() -> None:
+def test_chosen_llama_cpp_variant_is_reported_and_need_not_use_every_cpu_feature() -> None:
     (chosen,) = doctor.cpu_findings(["AVX", "AVX2"], {"avx", "avx2", "avx512f"}, "haswell")
     assert (chosen.level, chosen.found) == ("ok", "llama.cpp chose its variant haswell, which uses AVX, AVX2")
     assert levels(doctor.cpu_findings(["AVX", "AVX2"], {"avx"}, "haswell")) == ["error"]
@@ -172,7 +172,7 @@ def test_build_of_this_machine_is_described() -> None:
     assert isinstance(build["cpu_variant"], str)
 
 
-def test_old_server_and_cluster_are_errors() -> None:
+def test_old_redis_servers_and_clusters_are_errors() -> None:
     assert doctor.version_finding(HEALTHY, "URL") == Finding("ok", "Redis", "Redis 7.2.4 at URL")
     assert "Valkey 9.1.2" in doctor.version_finding({**HEALTHY, "valkey_version": "9.1.2"}, "URL").found
     old = doctor.version_finding({**HEALTHY, "redis_version": "6.0.16"}, "URL")

@@ -81,7 +81,7 @@ def test_tenants_set_limit_rejects_invalid_values(database: Redis, argv: tuple[s
     assert (refused.exit_code, "not valid" in refused.stderr) == (2, True)
 
 
-def test_tenants_show_sums_the_keys_below_a_tenant_and_lists_its_queues(database: Redis) -> None:
+def test_tenants_show_command_sums_the_keys_below_a_tenant_and_lists_its_queues(database: Redis) -> None:
     queue_jobs(database)
     found = json.loads(tenants("show", "acme", "--json").stdout)
     assert (found["weight"], found["num_waiting"], found["num_running"]) == (2, 3, 0)

@@ -51,7 +51,7 @@ def queue_fields(queues: dict[str, Any], in_redis: int = 0, **more: Any) -> dict
     return {"classes": queues, "waiting": waiting, "queues": dict.fromkeys(queues, in_redis), **more}
 
 
-def test_top_sorts_unserved_queues_first_then_by_longest_wait() -> None:
+def test_top_shows_unserved_queues_first_and_sorts_queues_by_longest_wait() -> None:
     queues = {"quick": queue(interactive=9), "slow": queue(2, 1, eta_s=99.0), "lost": queue(1, eta_s=None)}
     text = shown(view(**queue_fields({**queues, "empty": queue()}, unserved=["lost"])))
     rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in (*queues, "empty")]

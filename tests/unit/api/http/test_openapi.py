@@ -56,12 +56,12 @@ def test_operations_and_routes_correspond() -> None:
     assert OPERATIONS.keys() == {f"{method} {first_path}" for method, _, first_path in api_routes(API_ROUTES)}
 
 
-def test_document_names_the_route_that_is_missing_in_the_table() -> None:
+def test_document_error_names_the_route_that_is_missing_in_the_table() -> None:
     with pytest.raises(LookupError, match="GET /v1/new is not in OPERATIONS"):
         gateway_document([*API_ROUTES, Route("/v1/new", lambda _: None)])
 
 
-def test_document_names_the_mapped_parameter_that_has_no_shape() -> None:
+def test_document_error_names_the_mapped_parameter_that_has_no_shape() -> None:
     table = OPERATIONS[f"POST {CHAT}"].body
     assert isinstance(table, BodyTable)
     with pytest.raises(LookupError, match="parameter 'colour' has no shape; add it to ChatParameters"):
@@ -132,7 +132,7 @@ def test_code_table_contains_the_status_of_every_gateway_error() -> None:
     assert wrong == []
 
 
-def test_null_is_accepted_for_optional_parameters_only() -> None:
+def test_null_is_accepted_only_for_optional_parameters() -> None:
     class OwnParameters(TypedDict, total=False):
         input: str
         encoding_format: str

@@ -33,7 +33,9 @@ def num_values(value: Any) -> int:
 
 
 @given(JSON, st.integers(1, 20), st.booleans())
-def test_count_values_is_an_upper_bound_below_the_limit_and_exact_above(value: Any, limit: int, is_ascii: bool) -> None:
+def test_count_values_is_an_upper_bound_below_the_limit_and_exact_above_the_limit(
+    value: Any, limit: int, is_ascii: bool
+) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode(errors="surrogatepass")
     counted, exact = count_values(raw, limit), num_values(value)
     assert (counted > limit) == (exact > limit) or 0 <= counted - exact <= raw.count(b"{") + raw.count(b"[")

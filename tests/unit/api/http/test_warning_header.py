@@ -19,7 +19,7 @@ def test_warning_header_is_omitted_without_warnings() -> None:
     assert warning_headers({}) == warning_headers({"warnings": []}) == {}
 
 
-def test_warning_header_counts_omitted_warnings_when_too_long() -> None:
+def test_warning_header_counts_omitted_warnings_when_it_is_too_long() -> None:
     warnings = [f"{number} {'ü' * 100}" for number in range(30)]
     value = warning_headers({"warnings": warnings})[WARNINGS]
     shown = json.loads(value)

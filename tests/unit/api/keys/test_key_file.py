@@ -25,7 +25,7 @@ EVERYTHING = {
 }
 
 
-def test_key_file_is_json_or_the_toml_that_the_command_prints(tmp_path: Path) -> None:
+def test_key_file_may_contain_json_or_the_toml_that_the_command_prints(tmp_path: Path) -> None:
     entries = [key_and_entry(**EVERYTHING)[1], key_and_entry()[1]]
     (tmp_path / "keys.toml").write_text("\n\n".join(map(as_toml, entries)), encoding="utf-8")
     values = {"keys": [entry.model_dump(mode="json") for entry in entries]}
@@ -57,7 +57,7 @@ def test_key_file_errors_name_the_field_without_revealing_secrets(tmp_path: Path
     assert "secret" not in str(raised.value)
 
 
-def test_key_file_is_rejected_when_missing_or_with_repeated_id(tmp_path: Path) -> None:
+def test_missing_key_file_or_repeated_id_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="can't be read"):
         KeyFile(tmp_path / "keys.toml")
     _, entry = key_and_entry()

@@ -24,7 +24,7 @@ def test_repr_of_key_contains_only_its_id() -> None:
 
 
 @given(st.text())
-def test_parse_key_returns_none_for_other_texts(text: str) -> None:
+def test_parse_key_returns_none_when_the_text_is_not_a_key(text: str) -> None:
     assert parse_key(text) is None
     assert parse_key(f"sk-{text}") is None
 
@@ -66,7 +66,7 @@ def test_sent_key_accepts_both_headers(headers: dict[str, str], key: str | None)
     assert sent_key(headers) == key
 
 
-def test_entry_contains_admin_only_when_it_is_set() -> None:
+def test_entry_omits_admin_unless_it_is_set() -> None:
     key = new_key()
     fields = {"id": key.id, "digest": key.digest, "tenant": "acme"}
     assert "admin" not in KeyEntry.model_validate(fields).model_dump_json()

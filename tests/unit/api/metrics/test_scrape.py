@@ -126,7 +126,7 @@ def test_scrape_omits_queues_beyond_the_limit_and_is_marked_as_truncated(
     )  # queues that a worker serves come first
 
 
-def test_scrape_measures_the_ledger_by_the_clock_of_redis(redis: Any) -> None:
+def test_scrape_measures_the_ledger_with_the_redis_clock(redis: Any) -> None:
     now = redis_time(redis)
     redis.zadd(keys.leases_key(), {"a": now - 10, "b": now + 1000})
     redis.zadd(keys.due_key(), {"c": now - 100, "d": now + 1000})

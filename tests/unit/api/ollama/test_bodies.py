@@ -127,7 +127,7 @@ def test_empty_prompt_has_no_content() -> None:
         ({"think": 1.5}, r"think is 1\.5"),
         ({"keep_alive": "soon"}, r"keep_alive is 'soon'; it must be a number of seconds, or a duration"),
         ({"keep_alive": True}, r"keep_alive is True"),
-        ({"top_logprobs": 3}, r"top_logprobs is 3, but it requires logprobs"),
+        ({"top_logprobs": 3}, r"top_logprobs is 3, but logprobs is not true"),
         ({"logprobs": True, "top_logprobs": 21}, r"top_logprobs is 21; it must be a number from 0 to 20"),
         ({"logprobs": 5}, r"logprobs is 5; it must be true or false"),
         ({"truncate": True}, r"truncate is True: a prompt that is too long"),
@@ -168,7 +168,7 @@ def test_invalid_input_to_embed_is_rejected_with_the_field_name(value: Any) -> N
         parse_texts({"prompt": value}, EMBEDDINGS)
 
 
-def test_errors_of_the_job_name_the_option() -> None:
+def test_job_errors_name_the_option() -> None:
     made = chat(options={"temperature": "hot"}, format={"type": "objekt"})
     with pytest.raises(InvalidJob) as raised:
         parse_job(ChatJob, (), (), {"model": "m", "messages": made.content, **made.params})

@@ -45,7 +45,7 @@ def test_results_are_matched_to_calls_by_name_and_then_by_position() -> None:
     assert made[2] == {"role": "tool", "content": "b", "name": "two", "tool_call_id": "call00002"}
 
 
-def test_given_ids_are_kept() -> None:
+def test_given_call_ids_are_kept() -> None:
     sent = reply("one", "two")
     sent["tool_calls"][0]["id"] = "mine"
     made = converted(

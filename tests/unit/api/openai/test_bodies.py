@@ -136,7 +136,7 @@ def test_reply_with_unreadable_content_is_rejected() -> None:
         ({"modalities": ["text", "audio"]}, "modalities is"),
         ({"logprobs": 3}, "logprobs is 3; it must be true or false"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; it must be a whole number from 0 to 20"),
-        ({"top_logprobs": 3}, "top_logprobs is 3, but it requires logprobs: true"),
+        ({"top_logprobs": 3}, "top_logprobs is 3, but logprobs is not true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is also given"),
         ({"response_format": {"type": "xml"}}, "its type must be text, json_object or json_schema"),
         ({"response_format": "json"}, "its type must be"),

@@ -71,7 +71,7 @@ def test_parameter_of_another_server_becomes_a_job_parameter(body: dict[str, Any
     assert chat(**body) == params
 
 
-def test_choice_becomes_an_expression_that_matches_only_its_texts() -> None:
+def test_choice_becomes_a_regular_expression_that_matches_only_its_texts() -> None:
     texts = ["a.b (c)", "x|y", "[1-2]+", "\\d", "~&^$#", "ü"]
     for body in ({"guided_choice": texts}, {"structured_outputs": {"choice": texts}}):
         pattern = re.compile(chat(**body)["regex"])
@@ -82,7 +82,7 @@ def test_choice_becomes_an_expression_that_matches_only_its_texts() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"seed": 2**64}, "seed is 18446744073709551616; it must be an integer of 64 bits"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be a 64-bit integer"),
         ({"structured_outputs": {"regex": "a", "json": OBJECT}}, "it must have exactly one of json, regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "it must have exactly one of json, regex"),
         ({"guided_choice": "ab"}, "guided_choice is 'ab'; a choice must be a list of strings"),

@@ -33,7 +33,7 @@ def test_invalid_endpoint_is_rejected(fields: dict[str, Any]) -> None:
         endpoint(**fields)
 
 
-def test_endpoint_subscribes_to_events_of_its_tenant_only() -> None:
+def test_endpoint_subscribes_only_to_events_of_its_tenant() -> None:
     one = endpoint(tenant="acme", events=["batch.completed"])
     assert one.subscribes_to("batch.completed", "acme")
     assert not one.subscribes_to("batch.completed", "other")

@@ -113,7 +113,7 @@ def test_prefix_of_a_reloaded_adapter_is_reused_only_if_its_file_is_unchanged(
     assert cached == [0, 0, len(PREFIX) - 1]
 
 
-def test_requests_without_a_choice_get_the_default_adapters_and_keep_them(
+def test_requests_that_choose_no_adapters_get_and_keep_the_default_adapters(
     make_engine: MakeEngine, folder: Path
 ) -> None:
     engine, backend = make_engine(cache_prompt=False)

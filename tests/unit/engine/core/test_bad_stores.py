@@ -88,7 +88,9 @@ def test_failing_store_costs_only_time(
     assert say(engine, STORY).text == expected(STORY.encode(), 5)
 
 
-def test_request_waits_for_a_file_no_longer_than_computing_takes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_waits_for_a_file_no_longer_than_recomputing_the_state_takes(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file never arrives. Before the first measurement, prefill is assumed to compute 1000 tokens per second."""
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: BadStore())
     done = say(home.open(), STORY)

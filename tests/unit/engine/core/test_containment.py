@@ -58,7 +58,7 @@ def test_unexpected_error_ends_only_its_request(make_engine: MakeEngine, place: 
     wait_until(lambda: is_in_order(engine, backend), "all slots free")
 
 
-def test_request_whose_text_fails_also_fails_when_it_is_cancelled(make_engine: MakeEngine) -> None:
+def test_request_fails_when_its_text_fails_after_a_cancellation(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FaultyBackend(n_slots=1, ctx_per_slot=10**6))
     running = engine.submit(request(max_tokens=10**6))
     waiting = engine.submit(request("x"))
@@ -119,7 +119,7 @@ def test_failing_strategy_is_replaced_without_stopping_any_request(
     handles = [engine.submit(request(prompt)) for prompt in prompts]
     assert [handle.result(PATIENCE_S).text for handle in handles] == texts_alone(prompts)
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert logged[0].startswith("batch strategy failed (strategy=Failing, num_failures=1): decode_maximal replaces it")
+    assert logged[0].startswith("batch strategy failed (strategy=Failing, num_failures=1): decode_maximal is used")
     assert engine.snapshot().strategy_failures > 1  # it was called again, and failed again
 
 
@@ -204,7 +204,7 @@ def test_watched_engine_with_a_broken_backend_ends_the_process(
     gate.open.set()
     errors = [handle.future.exception(PATIENCE_S) for handle in handles]
     assert len(reasons) == 1
-    assert "3 consecutive requests failed alone" in reasons[0]
+    assert "3 requests in a row failed alone" in reasons[0]
     assert [getattr(error, "code", None) for error in errors].count("decode_failed") == 2
 
 

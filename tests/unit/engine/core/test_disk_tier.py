@@ -120,7 +120,7 @@ def test_damaged_state_is_recomputed(home: Home) -> None:
 
 
 @pytest.mark.usefixtures("dear_prefill")
-def test_evict_removes_idle_states_and_leaves_running_requests_alone(home: Home) -> None:
+def test_evict_removes_idle_states_without_affecting_running_requests(home: Home) -> None:
     engine = home.open(n_slots=3, ctx_per_slot=ENDLESS)
     done = say(engine, STORY)
     handle = run_on(engine, "Who runs? " + STORY)
@@ -143,7 +143,7 @@ def test_running_sequence_is_on_disk_before_it_finishes(home: Home) -> None:
 
 
 @pytest.mark.usefixtures("dear_prefill")
-def test_engine_thread_never_hashes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_never_computes_hashes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: set[str] = set()
     sha256 = keys.sha256
 

@@ -85,7 +85,9 @@ def test_vectors_are_in_the_order_of_each_callers_texts(embedder: Embedder, back
         assert np.array_equal(handle.result(PATIENCE_S), expected)
 
 
-def test_batch_has_at_most_batch_tokens_unless_one_text_is_longer(embedder: Embedder, backend: GatedBackend) -> None:
+def test_batch_has_at_most_batch_tokens_unless_a_single_text_is_longer(
+    embedder: Embedder, backend: GatedBackend
+) -> None:
     backend.batch_tokens = 10
     backend.gate.set()
     embedder.submit([*texts_of(1, 6), [1] * 64, *texts_of(2, 2)]).result(PATIENCE_S)
@@ -179,7 +181,7 @@ def test_cancelled_texts_are_not_computed(embedder: Embedder, backend: GatedBack
 def test_invalid_texts_are_rejected_with_the_limit_or_truncated(embedder: Embedder, backend: GatedBackend) -> None:
     backend.gate.set()
     with pytest.raises(
-        PromptTooLong, match=r"texts\.1 has 65 tokens, but the limit of the model is 64; split the text or set trunc"
+        PromptTooLong, match=r"texts\.1 has 65 tokens, but the model's limit is 64; split the text or set trunc"
     ):
         embedder.submit([[1], [2] * 65])
     with pytest.raises(InvalidRequest, match=r"texts\.0 is empty"):

@@ -57,7 +57,7 @@ def test_engine_mixes_decode_and_prefill_in_one_step(make_engine: MakeEngine) ->
     assert wait_until(lambda: engine.snapshot().mixed_steps == len(mixed), "a snapshot after the last step")
 
 
-def test_engine_emits_started_then_text_then_a_single_finished_event(make_engine: MakeEngine) -> None:
+def test_engine_emits_a_started_event_text_events_and_a_single_finished_event(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[tuple[Event, ...]] = []
     ended = threading.Event()
@@ -260,7 +260,7 @@ def test_engine_rejects_requests_that_can_never_run(make_engine: MakeEngine) -> 
 
 
 @pytest.mark.parametrize(("completions", "accepted"), [((1,) * 7, 5), ((3,), 1), ((9,), 1), ((2, 2, 1, 1), 3)])
-def test_engine_counts_only_requests_without_an_idle_slot_for_max_queue(
+def test_max_queue_counts_only_requests_without_an_idle_slot(
     make_engine: MakeEngine, completions: tuple[int, ...], accepted: int
 ) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=4), max_queue=1)
@@ -274,7 +274,7 @@ def test_engine_counts_only_requests_without_an_idle_slot_for_max_queue(
             handle.result(PATIENCE_S)
 
 
-def test_engine_stream_yields_chunks_and_cancels_the_request_when_the_loop_is_left(make_engine: MakeEngine) -> None:
+def test_engine_stream_yields_chunks_and_cancels_the_request_when_the_loop_exits(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
     whole = engine.generate("hello", temperature=0, max_tokens=20)
     assert "".join(engine.stream("hello", temperature=0, max_tokens=20)) == whole

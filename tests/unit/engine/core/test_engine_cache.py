@@ -214,7 +214,7 @@ def test_many_failures_lose_no_token(
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_memory_that_cannot_be_truncated_is_reused_completely_or_not_at_all_without_checkpoints(
+def test_memory_that_cannot_be_truncated_is_only_reused_completely_without_checkpoints(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False), cache_ram_bytes=0)

@@ -112,7 +112,7 @@ def test_snapshot_is_correct_while_the_first_step_runs(make_engine: MakeEngine) 
     assert (idle.prompt_rate, idle.generation_rate, idle.requests_finished) == (0.0, 0.0, 11)
 
 
-def test_request_with_several_completions_counts_as_one(make_engine: MakeEngine) -> None:
+def test_request_with_several_completions_counts_as_one_request(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     gate = Gate(backend)
     handle = engine.submit(request(n=3))
@@ -123,7 +123,7 @@ def test_request_with_several_completions_counts_as_one(make_engine: MakeEngine)
     assert (snapshot.requests_running, snapshot.requests_waiting) == (1, 0)
 
 
-def test_snapshot_counts_hits_by_kind_saves_and_evictions(make_engine: MakeEngine) -> None:
+def test_snapshot_counts_saves_evictions_and_hits_by_kind(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have one byte per token
     for prompt in (HEAD, HEAD + "More.", "other " * 15, HEAD + "More.", "third " * 15, "a fourth " * 10, "last " * 20):
         engine.submit(request(prompt, max_tokens=3)).result(PATIENCE_S)

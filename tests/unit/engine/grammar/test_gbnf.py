@@ -104,7 +104,7 @@ def test_grammar_starts_at_its_root_and_uses_the_last_rule_of_a_name() -> None:
     assert not accepts(automaton_of(text, "other"), "ab")
 
 
-def test_large_repetitions_are_counted_and_not_expanded() -> None:
+def test_large_repetitions_are_counted_instead_of_expanded() -> None:
     program = compile_grammar('root ::= "a"{3,1000000} "b"', "root")
     assert len(program.nodes) < 10
     automaton = Automaton(program)

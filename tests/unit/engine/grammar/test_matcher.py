@@ -96,7 +96,7 @@ def test_tokens_without_a_text_are_never_allowed() -> None:
     assert ord("x") in allowed(constraint)
 
 
-def test_half_a_character_is_allowed_and_invalid_utf8_is_not() -> None:
+def test_half_a_character_is_allowed_but_invalid_utf8_is_not() -> None:
     half = PIECES.index(b"\xe2\x82")
     constraint = compiled("regex", "[€₪x]").start()  # E2 82 AC, E2 82 AA
     assert allowed(constraint) == {ord("x"), 0xE2, half}

@@ -48,7 +48,7 @@ def test_state_larger_than_the_quota_is_not_copied() -> None:
     assert (backend.saved, len(cache.ram)) == ([], 0)
 
 
-def test_quota_holds_while_a_state_is_copied() -> None:
+def test_quota_is_respected_while_a_state_is_copied() -> None:
     cache, backend = new_cache(ram_bytes=250)
     used: list[int] = []
     backend.on_save = lambda: used.append(cache.ram.used_bytes + 100)
@@ -105,7 +105,7 @@ def test_reclaim_empties_no_slot_when_too_few_cells_would_become_free() -> None:
     assert cache.cells.used == 300
 
 
-def test_freed_by_counts_cells_shared_by_the_given_slots() -> None:
+def test_freed_by_includes_cells_that_only_the_given_slots_share() -> None:
     cells = Cells(4, 100, shared=True)
     cells.extend(0, 10)
     cells.copy(0, 1, 6)
@@ -128,7 +128,7 @@ def test_sliding_window_is_reused_in_its_slot_and_only_completely_from_ram() -> 
     assert [longest(shared) for shared in (20, 200, 300)] == [0, 0, 300]
 
 
-def test_longer_saved_state_replaces_a_shorter_state_if_it_can_be_truncated_to_its_length() -> None:
+def test_saved_state_replaces_a_shorter_state_if_the_longer_state_can_be_truncated() -> None:
     for window, num_states in ((0, 1), (50, 2), (400, 1)):
         cache, _ = new_cache(window=window)
         for length in (200, 300):

@@ -19,7 +19,7 @@ def test_file_saves_time_only_if_reading_is_faster_than_computing(
     assert gain_s <= 0 or num_bytes / read < num_tokens / prefill
 
 
-def test_saving_is_positive_for_long_prompts_on_slow_processors_only() -> None:
+def test_saving_is_positive_only_for_long_prompts_on_slow_processors() -> None:
     assert saved_s(2000, 2000 * 128 << 10, 100, 1e9) > 0
     assert saved_s(64, 64 * 128 << 10, 10_000, 1e8) <= 0
 

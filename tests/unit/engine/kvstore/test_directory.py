@@ -73,7 +73,7 @@ def test_create_fails_when_pinned_and_unfinished_files_fill_the_quota(tmp_path: 
     folder.create(folder.directory_of(b"a"), 200).close()
 
 
-def test_files_and_directories_are_accessible_to_their_owner_only(tmp_path: Path) -> None:
+def test_files_and_directories_are_accessible_only_to_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         path = put(StateDirectory(tmp_path / "kv", 1000), 1)
@@ -113,10 +113,10 @@ def test_prepare_rejects_a_directory_that_others_can_write_to(tmp_path: Path, ho
 
 
 @pytest.mark.parametrize("text", ["", "../../etc/passwd", "A" * 64, "a" * 64 + "/..", "a" * 64 + "\n"])
-def test_text_that_is_not_a_key_never_becomes_a_path(tmp_path: Path, text: str) -> None:
+def test_string_that_is_not_a_key_never_becomes_a_path(tmp_path: Path, text: str) -> None:
     folder = StateDirectory(tmp_path, 1000)
     for action in (folder.find, folder.pin, folder.unpin):
-        with pytest.raises(ValueError, match="is not a key"):
+        with pytest.raises(ValueError, match="is not a valid key"):
             action(text)
 
 
@@ -154,7 +154,7 @@ def test_missing_directory_has_no_states(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_quota_holds_while_threads_write_concurrently(tmp_path: Path) -> None:
+def test_quota_is_respected_while_threads_write_concurrently(tmp_path: Path) -> None:
     folders = [StateDirectory(tmp_path, 1000) for _ in range(4)]
     most = []
 

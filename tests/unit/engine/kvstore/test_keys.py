@@ -27,7 +27,7 @@ def test_block_keys_are_shared_by_contexts_with_the_same_prefix(tokens: list[int
     assert len(shorter) == min(length, len(tokens)) // BLOCK
 
 
-def test_seeds_differ_in_identity_adapters_scales_and_scope() -> None:
+def test_seeds_differ_for_different_identities_adapters_scales_and_scopes() -> None:
     seeds = {
         seed_of(b"model", (), ""),
         seed_of(b"other", (), ""),

@@ -109,7 +109,7 @@ def test_match_is_the_longest_prefix_and_the_loaded_state_is_unchanged(
     clear(store)
 
 
-def test_stored_state_is_not_written_again_but_marked_as_used(start: Start) -> None:
+def test_stored_state_is_not_written_again_but_is_marked_as_used(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
     path = store.directory.find(key_of(SEED, TOKENS))[0]
@@ -138,7 +138,7 @@ def test_short_state_is_not_replaced_by_a_much_larger_state(start: Start) -> Non
     assert len(match.head.tokens) == 100
 
 
-def test_make_is_called_by_the_writing_thread_and_may_return_none(start: Start) -> None:
+def test_make_callback_runs_in_the_writing_thread_and_may_return_none(start: Start) -> None:
     store, names = start(), []
 
     def make() -> StoredState:
@@ -187,7 +187,7 @@ def test_file_that_others_can_write_is_ignored_and_not_read_again(start: Start) 
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
-def test_writing_is_suspended_with_one_log_line_when_the_directory_refuses(
+def test_writing_is_suspended_with_one_log_line_when_the_directory_refuses_writes(
     start: Start, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = start()
@@ -232,7 +232,7 @@ def test_unusable_directories_cause_one_log_line_but_no_exception(
     assert len(caplog.records) == 5
 
 
-def test_occupied_file_name_drops_the_state_without_suspending_writing(start: Start) -> None:
+def test_state_is_dropped_without_suspending_writes_when_its_file_name_is_occupied(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
     (directory,) = {file.path.parent for file in store.directory.states()}

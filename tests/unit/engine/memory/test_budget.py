@@ -58,7 +58,7 @@ def test_vram_is_the_sum_of_all_gpus_or_none_without_gpus() -> None:
     assert vram_of([cpu]) is None
 
 
-def test_quota_for_saved_states_counts_once_regardless_of_its_use() -> None:
+def test_quota_for_saved_states_counts_once_regardless_of_how_much_is_used() -> None:
     machine, used = Machine(90), {"a": 0}
     budget = Budget("auto", machine.devices, used.__getitem__)
     model = with_quota(on_cpu(10), 30)
@@ -149,7 +149,9 @@ def test_least_recently_used_models_are_unloaded_and_no_more_than_needed() -> No
 
 
 @given(st.integers(0, 50), st.integers(1, 200), st.lists(st.integers(0, 40), max_size=6))
-def test_victims_suffice_and_the_last_victim_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
+def test_evicted_models_free_enough_memory_and_the_last_eviction_is_necessary(
+    free: int, wanted: int, sizes: list[int]
+) -> None:
     room, idle = AvailableMemory({"CPU": free}), [(str(i), on_cpu(size)) for i, size in enumerate(sizes)]
     if room.shortage(on_cpu(wanted)) is None:
         return
@@ -208,7 +210,7 @@ def test_limit_of_control_groups_v1_applies(tmp_path: Path) -> None:
     assert group_limit(tmp_path, own) is None
 
 
-def test_sizes_are_readable() -> None:
+def test_sizes_are_formatted_with_readable_units() -> None:
     assert [readable(n) for n in (0, 1023, 1536, 3.5 * GIB, 200 * GIB)] == [
         "0 B",
         "1023 B",

@@ -45,7 +45,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert np.abs(draws(LOGITS) - softmax(LOGITS.astype(np.float64))).max() < 0.03
 
 
-def test_temperature_sharpens_and_flattens() -> None:
+def test_temperature_sharpens_and_flattens_the_distribution() -> None:
     cold, hot = draws(LOGITS, temperature=0.5), draws(LOGITS, temperature=4.0)
     assert np.abs(cold - softmax(LOGITS.astype(np.float64) / 0.5)).max() < 0.03
     assert np.abs(hot - softmax(LOGITS.astype(np.float64) / 4)).max() < 0.03

@@ -67,7 +67,7 @@ def test_urgent_request_preempts_an_interactive_request_but_no_guaranteed_bulk_r
 @pytest.mark.parametrize(
     ("share", "slots", "expected"), [(0, 8, 0), (0.25, 8, 2), (0.01, 8, 1), (0.9, 2, 1), (0.5, 1, 0)]
 )
-def test_share_becomes_at_least_one_slot_but_never_all_slots(share: float, slots: int, expected: int) -> None:
+def test_share_is_at_least_one_slot_but_never_all_slots(share: float, slots: int, expected: int) -> None:
     assert EngineOptions(n_parallel=slots, bulk_share=share).bulk_slots == expected
 
 

@@ -31,7 +31,7 @@ def settled(row_s: float, alone_s: float) -> list[int]:
 
 
 @pytest.mark.parametrize("row_s", [0.001, 0.002, 0.004])
-def test_bulk_rows_fill_the_time_of_a_fluent_step(row_s: float) -> None:
+def test_bulk_rows_fill_each_step_up_to_the_time_limit_for_fluent_streams(row_s: float) -> None:
     counts = settled(row_s, 0.01)
     most, most_far = (FLUENT_S - 0.01) / row_s, (FAR_STRETCH * FLUENT_S - 0.01) / row_s
     assert 0.7 * most <= sum(counts) / len(counts) <= 1.1 * most_far
@@ -46,7 +46,7 @@ def test_steps_of_a_slow_model_become_slightly_longer() -> None:
     assert 0.2 * 1.1 <= 0.2 + 0.01 * sum(counts) / len(counts) <= 0.2 * STRETCH * FAR_STRETCH
 
 
-def test_each_bulk_row_gets_its_turn_and_rows_next_to_streams_most_often() -> None:
+def test_each_bulk_row_gets_turns_and_rows_next_to_streams_get_most_turns() -> None:
     rows, seen = BulkRows(), Counter[int]()
     for _ in range(FAR_EVERY * 64):
         taken = rows.take(range(3, 64), [0, 1, 2])
@@ -86,7 +86,7 @@ def test_bulk_prefill_is_due_again_soon_after_a_very_long_step() -> None:
     assert prefill.is_due
 
 
-def test_time_budget_is_a_share_of_the_time_and_can_be_saved() -> None:
+def test_time_budget_is_a_share_of_the_elapsed_time_and_can_be_saved() -> None:
     budget, spent_s, all_s = TimeBudget(0.02), 0.0, 0.0
     while all_s < 100.0:
         budget.observe(0.1)

@@ -53,7 +53,7 @@ def test_number_of_cuts_is_bounded_when_there_are_many_branches() -> None:
     assert 1 < len(first.cuts) <= MAX_CUTS
 
 
-def test_sequence_that_arrives_while_its_prefix_is_computed_waits_for_a_cut_there() -> None:
+def test_sequence_waits_for_a_cut_when_it_arrives_while_its_prefix_is_computed() -> None:
     scheduler = scheduler_of()
     wait(scheduler, list(range(300)))
     run_step(scheduler)

@@ -56,7 +56,7 @@ def test_passes_of_many_rows_do_not_change_the_cost_of_one_row() -> None:
     assert costs.optimistic(16) == pytest.approx(0.029)
 
 
-def test_size_is_known_after_several_measurements() -> None:
+def test_cost_of_a_size_is_known_after_several_measurements() -> None:
     costs = DecodeCosts()
     for _ in range(TRUSTED):
         assert not costs.is_known(5)
@@ -66,7 +66,7 @@ def test_size_is_known_after_several_measurements() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 20), min_size=1), st.floats(0, 1e4)), max_size=30))
-def test_table_is_positive_and_never_falls_with_rows(measured: list[tuple[list[int], float]]) -> None:
+def test_cost_table_is_positive_and_never_decreases_with_more_rows(measured: list[tuple[list[int], float]]) -> None:
     costs = DecodeCosts()
     for sizes, seconds in measured:
         costs.observe(sizes, seconds)

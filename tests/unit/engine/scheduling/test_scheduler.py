@@ -265,7 +265,7 @@ def test_sequence_records_its_waits_for_a_prefix_and_for_a_slot() -> None:
     assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
 
 
-def test_prompt_that_continues_another_prompt_waits_for_it_with_every_kind_of_memory() -> None:
+def test_prompt_waits_for_the_prompt_that_it_continues_with_every_kind_of_memory() -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, n_batch=200, limits=Limits(200, 200))
     for length in (100, 150):
         scheduler.enqueue(sequence(length), 0)

@@ -149,7 +149,7 @@ def test_pool_without_cells_takes_the_slot_of_the_key_with_the_most_service() ->
     assert sum(each.state is State.WAITING for each in rich) == 1
 
 
-def test_key_of_a_preempted_sequence_is_not_lifted() -> None:
+def test_service_of_a_key_is_not_raised_when_its_sequence_is_preempted() -> None:
     scheduler = new_scheduler(n_slots=1)
     poor, urgent = of_key("poor", priority=9, max_tokens=30), of_key("urgent", priority=0)
     waiting = served(scheduler, poor, of_key("rich", priority=9, max_tokens=20), of_key("rich", priority=9))

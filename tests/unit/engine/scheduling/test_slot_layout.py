@@ -56,7 +56,7 @@ def contents(scheduler: Scheduler) -> list[list[object]]:
     return [[cell.token for cell in cells] for cells in backend_of(scheduler).cells]
 
 
-def test_holes_are_padded_when_a_pass_costs_more_than_rows_and_no_padding_remains() -> None:
+def test_holes_are_padded_when_a_pass_costs_more_than_rows_and_padding_is_removed_afterwards() -> None:
     scheduler = running([0, 2, 5], max_tokens=2)
     idle = {slot: cells for slot, cells in enumerate(contents(scheduler)) if slot not in (0, 2, 5)}
     padded = 0
@@ -139,7 +139,7 @@ def test_sequences_about_to_finish_are_not_moved_while_a_move_costs_more() -> No
         assert (scheduler.layout.num_moves > 0) == moved
 
 
-def test_moves_within_a_step_take_no_longer_than_its_decode_call() -> None:
+def test_moves_within_a_step_take_no_longer_than_the_decode_call_of_the_step() -> None:
     scheduler = running([0, 2, 4, 6])
     times = iter(range(1000))  # each read of the clock is a second later
     for _ in range(8):

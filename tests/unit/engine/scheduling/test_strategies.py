@@ -133,7 +133,7 @@ def test_adaptive_prefills_rare_prompts_in_short_steps_while_a_stream_decodes() 
     assert dict(adaptive.build_batch(views, 512, 512, 0)) == {1: MIN_CHUNK, 2: 1}
 
 
-def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
+def test_micro_batches_put_longer_chunks_first_and_separate_awaited_prompts() -> None:
     holders = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
     for holder, admitted_at in zip(holders, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
         holder.admitted_at = admitted_at
@@ -153,7 +153,7 @@ def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> No
     assert micro_batches_of([short[0], shorter], unified=False) == [[shorter], [short[0]]]  # two passes in any case
 
 
-def test_strategy_by_import_path_is_used() -> None:
+def test_strategy_is_loaded_from_its_import_path() -> None:
     assert type(make_strategy(f"{Mine.__module__}:Mine")).__name__ == "Mine"
     for path, message in {
         "nowhere.module:X": "can't be created: No module",
@@ -223,7 +223,7 @@ def test_equal_chunks_serve_the_first_slots_when_the_budget_is_too_small_for_all
 
 
 @pytest.mark.parametrize(("left", "last"), [(4, []), (63, []), (64, [(4, 64)]), (100, [(4, 64)])])
-def test_remaining_budget_is_not_a_tiny_part_of_a_long_prompt(left: int, last: list[TokenAllocation]) -> None:
+def test_remaining_budget_is_not_spent_on_a_tiny_part_of_a_long_prompt(left: int, last: list[TokenAllocation]) -> None:
     lengths = [100, 100, 100, 212 - left, 500]
     chunks = equal_chunks([SlotView(i, length, False) for i, length in enumerate(lengths)], 512, 512)
     assert chunks == [*enumerate(lengths[:4]), *last]

@@ -148,7 +148,7 @@ def test_slots_are_truncated_to_the_chosen_tokens() -> None:
     assert followed.num_read() - before == 1
 
 
-def test_unread_tokens_are_prefilled_in_batches_before_drafting() -> None:
+def test_missing_tokens_are_prefilled_in_batches_before_drafting() -> None:
     followed, random = Followed(), Random(1)
     long = followed.sequence([random.randrange(97, 123) for _ in range(100)])
     short = followed.sequence([1, 2], slot=1)

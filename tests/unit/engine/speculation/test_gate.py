@@ -167,7 +167,7 @@ def test_slot_without_a_draft_is_padded_when_it_would_separate_other_slots(can_p
     assert {1, 2} <= lengths.keys() if can_pad else not {1, 2} & lengths.keys()
 
 
-def test_choice_is_kept_only_while_it_needs_the_same_number_of_passes() -> None:
+def test_choice_of_drafts_is_kept_only_while_the_number_of_passes_is_the_same() -> None:
     gate = knowing_gate(lambda rows: 0.01 + 0.0001 * rows)  # the pass is most of the cost
     gate.begin_step(4)
     candidates = [Candidate(slot, [0.95]) for slot in range(4)]

@@ -89,7 +89,7 @@ def test_waiting_prompt_is_admitted_before_drafts() -> None:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_observes_only_steps_with_drafts(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     core, fake = drafting_core(unified=unified)
     clock, told = Clock(), list[float]()
     monkeypatch.setattr(forward, "time", SimpleNamespace(monotonic=clock.monotonic))

@@ -111,7 +111,7 @@ def test_scopes_have_separate_pools_which_are_bounded_together() -> None:
     assert pools.of("new").index.find([190000, 190001, 190002]) is None
 
 
-def test_pools_of_scopes_with_little_text_are_bounded_in_number() -> None:
+def test_number_of_pools_is_bounded_when_scopes_have_little_text() -> None:
     pools = Pools()
     for scope in range(2 * MAX_POOLS):
         pools.of(scope).add([1])
@@ -120,7 +120,7 @@ def test_pools_of_scopes_with_little_text_are_bounded_in_number() -> None:
     assert not pools.of(0).index.tokens
 
 
-def test_acceptance_rates_follow_observations_and_may_differ_for_one_sequence() -> None:
+def test_acceptance_rates_follow_observations_and_may_differ_between_sequences() -> None:
     general = AcceptanceRates()
     lucky, unlucky = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):

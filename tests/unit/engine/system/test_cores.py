@@ -62,7 +62,7 @@ def test_share_of_an_idle_peer_is_available_to_other_peers() -> None:
     assert num_threads(Processors(8), [Peer(8, 0.05)], 0.0) == 8
 
 
-def test_quota_of_a_container_is_shared_only_within_it() -> None:
+def test_container_quota_is_shared_only_within_the_container() -> None:
     place = Processors(64, quota=4.5)
     assert place.available == 4
     assert num_threads(place, [Peer(4, 4.0)], 0.0) == 4
@@ -74,7 +74,7 @@ def test_other_programs_exclude_this_process_and_its_peers() -> None:
     assert others_of(1.0, 1.2, []) == 0.0
 
 
-def test_threads_fall_within_a_second_and_rise_only_when_cores_stay_free() -> None:
+def test_number_of_threads_falls_within_a_second_and_rises_only_when_cores_stay_free() -> None:
     steady = SteadyThreads(4)
     seen = {at: steady.follow(at, 4 if at < 10 else 2) for at in (0.0, 0.5, 9.5, 10.0, 10.5, 11.0)}
     assert seen == {0.0: 4, 0.5: 4, 9.5: 4, 10.0: 4, 10.5: 4, 11.0: 2}
@@ -187,7 +187,7 @@ def test_lasting_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureF
     assert "other programs detected (used=1.0, cores=2, threads=1, wanted=2)" in told
 
 
-def test_only_peers_count_when_the_system_reports_no_times() -> None:
+def test_only_peers_count_when_the_system_reports_no_cpu_times() -> None:
     engine = StubPart()
     sharing = CoreSharing(lambda: [Claim(engine, 4)], Processors(4))
     sharing.meet([Peer(4, 2.0)])
@@ -213,7 +213,7 @@ def test_core_sharing_thread_ends_with_its_owner() -> None:
     assert not sharing._thread.is_alive()
 
 
-def test_processor_times_grow_with_the_work_of_this_process() -> None:
+def test_cpu_times_grow_with_the_work_of_this_process() -> None:
     before = read()
     assert before is not None
     while (after := read()) is not None and after.own_s < before.own_s + 0.05:

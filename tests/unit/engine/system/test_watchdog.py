@@ -57,7 +57,7 @@ def test_hanging_thread_is_reported_with_its_step_and_its_requests(world: World)
     assert "working for: job-1#2" in world.ended[0]
 
 
-def test_suspect_is_the_request_that_the_step_was_working_for(world: World) -> None:
+def test_suspect_is_the_request_that_the_step_was_processing(world: World) -> None:
     world.pulse.beat("sample", ("a", "b", "c"))
     world.pulse.suspect = "b"
     world.passes(HANG_S + 3)
@@ -69,7 +69,7 @@ def test_suspect_is_the_request_that_the_step_was_working_for(world: World) -> N
     assert other.ended[0].endswith("working for: a, b")
 
 
-def test_resting_or_progressing_thread_is_not_reported(world: World) -> None:
+def test_idle_or_progressing_thread_is_not_reported(world: World) -> None:
     for _ in range(5):
         world.pulse.rest()
         world.passes(1000)
@@ -110,7 +110,7 @@ def test_only_the_first_step_of_a_slow_kind_may_take_long(world: World) -> None:
     assert world.ended
 
 
-def test_limit_falls_again_after_a_slow_step(world: World) -> None:
+def test_limit_decreases_again_after_a_slow_step(world: World) -> None:
     world.step("decode", 500.0)
     for _ in range(10_000):
         world.step("decode", 0.1)
@@ -180,7 +180,7 @@ engine.submit(Request("the-job#1", (1, 2, 3))).result(60)
         ("raise SystemExit", "failed: "),
     ],
 )
-def test_process_exits_with_its_own_code_and_logs_where_it_hangs(hang: str, told: str) -> None:
+def test_process_exits_with_a_special_code_and_logs_where_it_hangs(hang: str, told: str) -> None:
     script = HANGING.replace("{hang}", hang)
     if told == "Timeout":  # the others are logged, however long that takes
         script = script.replace("watchdog.LOOK_S", "watchdog.REPORT_S = 0.5\nwatchdog.LOOK_S")
@@ -221,7 +221,7 @@ sys.stdin.readline()
 """
 
 
-def test_process_exits_only_when_suspended_for_longer_than_the_last_resort() -> None:
+def test_process_exits_only_when_suspended_for_longer_than_the_last_resort_timeout() -> None:
     argv = [sys.executable, "-c", SUSPENDED]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

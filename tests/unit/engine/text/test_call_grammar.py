@@ -347,7 +347,7 @@ def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_or_caus
     assert grammar_of("hermes", forced=True, tools={"f": shape}, strict=True).write()
 
 
-def test_arguments_in_tags_may_be_a_reference_to_an_object() -> None:
+def test_schema_of_tagged_arguments_may_be_a_reference_to_an_object() -> None:
     node = {
         "type": "object",
         "properties": {"id": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
@@ -366,7 +366,7 @@ def test_arguments_in_tags_may_be_a_reference_to_an_object() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_call", [False, True])
-def test_call_is_partial_and_releases_no_markup_when_it_is_cut_anywhere(style: str, is_call: bool) -> None:
+def test_call_is_partial_and_releases_no_markup_wherever_it_is_cut(style: str, is_call: bool) -> None:
     source = template(CALLS[style])
     markup = derived(source)
     assert markup.calls is not None

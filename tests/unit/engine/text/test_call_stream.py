@@ -89,7 +89,7 @@ def test_pieces_are_final_wherever_the_reply_is_cut(style: str) -> None:
     assert len(seen) > len(ANSWER["text"])  # type: ignore[arg-type]
 
 
-def test_call_that_a_stop_string_ends_is_partial() -> None:
+def test_call_is_partial_when_a_stop_string_ends_it() -> None:
     reply = reply_with("hermes", [("look", ANSWER)])
     reader = reader_of("hermes")
     parts = reader.push(reply[: reply.index("more")])
@@ -123,7 +123,7 @@ def test_calls_that_no_grammar_enforces_are_parsed_at_the_end() -> None:
 
 
 @given(values, st.booleans(), st.sampled_from([None, 2]))
-def test_rewritten_json_is_what_json_dumps_writes(value: Any, is_ascii: bool, indent: int | None) -> None:
+def test_rewritten_json_equals_the_output_of_json_dumps(value: Any, is_ascii: bool, indent: int | None) -> None:
     half = ["\ud83d", "\udc00x"] if is_ascii else []  # halves of surrogate pairs, which only escapes can contain
     given_ = json.dumps([value, 1e22, -0.0, "\x00", *half], ensure_ascii=is_ascii, indent=indent) + " "
     whole = encodable(json.dumps(json.loads(given_), ensure_ascii=False))

@@ -106,7 +106,7 @@ def test_template_renders_again_after_its_process_was_killed(monkeypatch: pytest
     loop = "{% for i in range(99999) %}{% for i in range(99999) %}{{ i if i < 0 }}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if slow %}" + loop + "{% elif big %}{{ big ** 999999999 }}{% endif %}done")
     for variables in ({"slow": True}, {"big": 9}):
-        with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s or too much memory .*; send less"):
+        with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s or too much memory .*; shorten"):
             template.render([], **variables)
         assert template.render([]).text == "done"
     template.close()
@@ -129,7 +129,7 @@ def test_template_is_rejected_when_it_compiles_forever(monkeypatch: pytest.Monke
         ChatTemplate("{{ 9 ** 999999999 }}")
 
 
-def test_template_process_ends_with_its_template() -> None:
+def test_template_process_exits_when_its_template_is_deleted() -> None:
     template = ChatTemplate("x")
     process = psutil.Process(template._process._process.pid)
     del template
@@ -169,7 +169,7 @@ def format_for(source: str, **options: Any) -> Any:
     return reply_format_of("m", template, prompt, chat_options, lambda text: [len(text)])
 
 
-def test_reply_starts_with_reasoning_when_the_prompt_opens_it() -> None:
+def test_reply_starts_with_reasoning_when_the_prompt_opens_the_reasoning() -> None:
     source = "{{ messages[0].content }}{% if enable_thinking %}<think>\n{% endif %}"
     assert format_for(source, enable_thinking=True).starts_thinking
     assert not format_for(source).starts_thinking

@@ -170,7 +170,7 @@ def test_template_finds_the_markup_that_it_searches_for() -> None:
     assert ids(kept, [THINK, END], "a</think><|end|>") == [THINK.id, END.id]
 
 
-def test_message_is_rejected_when_its_control_token_looks_like_the_templates_own() -> None:
+def test_message_is_rejected_when_its_control_token_looks_like_the_templates_own_token() -> None:
     source = "{% if '<|end|>' in messages[0].content %}cut: {% endif %}{{ messages[0].content }}<|end|>"
     assert ids(source, [END], "harmless < | >") == [END.id]
     with pytest.raises(InvalidRequest, match=r"the messages contain '<\|end\|>'.*or set control_tokens_in_text"):

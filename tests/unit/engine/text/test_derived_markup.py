@@ -171,7 +171,7 @@ def test_reader_loses_no_text_when_markup_is_malformed(style: str, data: st.Data
         ("{% if '</think>' in m.content %}{% endif %}", "", ("<think>", "</think>")),
     ],
 )
-def test_tags_of_reasoning_are_derived_from_the_template(reasoning: str, begin: str, tags: tuple[str, str]) -> None:
+def test_reasoning_tags_are_derived_from_the_template(reasoning: str, begin: str, tags: tuple[str, str]) -> None:
     markup = markup_of(template(CALLS["hermes"], reasoning, begin))
     assert (markup.think_open, markup.think_close) == tags
 
@@ -183,7 +183,7 @@ AFTER_AN_END_TOKEN = template("{{ '<|im_end|>\n<|im_start|>call\n' }}" + CALLS["
 
 
 @pytest.mark.parametrize("source", [THIRD_WAY_OF_VALUES, AFTER_AN_END_TOKEN])
-def test_calls_are_parsed_but_not_forced_when_some_are_written_in_an_unknown_way(source: str) -> None:
+def test_calls_are_parsed_but_not_forced_when_some_have_an_unknown_format(source: str) -> None:
     markup = markup_of(source)
     assert markup.calls is not None
     options = ChatOptions(TOOLS, tool_choice="required")
@@ -215,7 +215,7 @@ def test_calls_are_parsed_but_not_forced_when_some_are_written_in_an_unknown_way
         (AFTER_AN_END_TOKEN, "can't be forced"),
     ],
 )
-def test_markup_describes_itself(source: str, description: str) -> None:
+def test_str_of_markup_describes_the_markup(source: str, description: str) -> None:
     assert description in str(markup_of(source))
 
 

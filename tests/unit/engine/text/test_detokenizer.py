@@ -67,7 +67,7 @@ def test_text_stream_drops_an_unfinished_character_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("stops", "text", "stop"), [(("bc", "abcd"), "a", "bc"), (("b", "ab"), "", "ab")])
-def test_text_stream_finds_the_longest_of_the_stops_that_end_first(
+def test_text_stream_finds_the_longest_stop_string_that_ends_first(
     stops: tuple[str, ...], text: str, stop: str
 ) -> None:
     assert TextStream(stops).push(b"abcd") == StopMatch(text, stop)

@@ -36,7 +36,7 @@ def test_replies_and_the_text_after_them_equal_the_rendered_conversation(name: s
     chat_template.close()
 
 
-def test_only_templates_with_tools_at_the_last_user_message_repeat_them() -> None:
+def test_only_templates_with_tools_at_the_last_user_message_repeat_the_tools() -> None:
     repeating = [name for name, family in FAMILIES.items() if ChatTemplate(family.source, ends=ENDS).repeats_tools]
     assert repeating == ["mistral"]
 

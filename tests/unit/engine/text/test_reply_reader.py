@@ -123,7 +123,7 @@ def test_reply_has_the_same_parts_for_every_split(format_: ReplyFormat, text: st
     st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "{", '"', " ", "\n", "a", "<", "</th", "}"])),
     st.sampled_from([REASONS, IN_REASONING, replace(REASONS, tools=HERMES), replace(IN_REASONING, tools=LLAMA3)]),
 )
-def test_tag_reader_returns_the_same_parts_whole_and_in_pieces(pieces: list[str], format_: ReplyFormat) -> None:
+def test_tag_reader_returns_the_same_parts_for_whole_and_split_replies(pieces: list[str], format_: ReplyFormat) -> None:
     assert read(format_, pieces) == read(format_, ["".join(pieces)])
 
 
@@ -164,7 +164,7 @@ def test_arguments_of_a_call_are_valid_json_and_utf8(written: str, expected: lis
         st.sampled_from([*MARKUP, "analysis", "final", "commentary", " to=functions.f", "{}", " a", "assistant", "<"])
     )
 )
-def test_channel_reader_returns_the_same_parts_whole_and_in_pieces(pieces: list[str]) -> None:
+def test_channel_reader_returns_the_same_parts_for_whole_and_split_replies(pieces: list[str]) -> None:
     whole = "".join(pieces)
     found = read(CHANNELED, pieces)
     assert found == read(CHANNELED, [whole]) == read(CHANNELED, list(whole))

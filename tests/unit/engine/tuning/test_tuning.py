@@ -53,7 +53,7 @@ def test_sweep_finds_the_best_value_of_every_option() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_choice_is_within_3_percent_of_the_best_setup_on_noisy_machines(seed: int) -> None:
+def test_choice_is_within_3_percent_of_the_best_configuration_on_noisy_machines(seed: int) -> None:
     chance = random.Random(seed)
     best = {
         "threads": chance.uniform(1, 8),
@@ -114,7 +114,7 @@ def test_sweep_repeats_a_disturbed_measurement() -> None:
     assert len({row.setup for row in sweep.rows}) == len(sweep.rows)
 
 
-def test_sweep_skips_setups_that_cannot_be_measured() -> None:
+def test_sweep_skips_configurations_that_cannot_be_measured() -> None:
     """Some setups fail, as when the cells of many slots don't fit into memory."""
     chosen = SimulatedMachine(lambda setup: 0.0 if (setup.n_parallel or 0) > 8 else hills(setup)).sweep().run()
     assert chosen is not None

@@ -149,7 +149,9 @@ def delivered(channel: Channel) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_reader_requests_messages_model_by_model_the_most_urgent_first(channel: Channel, reader: QueueReader) -> None:
+def test_reader_requests_messages_model_by_model_with_the_most_urgent_first(
+    channel: Channel, reader: QueueReader
+) -> None:
     channel._brpop_start()
     assert channel.requested() == [A, queue_key(A, 3), B, queue_key(B, 3)]
     channel._queue_cycle.rotate(A)  # as kombu does with the queue of each message

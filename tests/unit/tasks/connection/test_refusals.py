@@ -80,7 +80,7 @@ def test_error_of_a_lost_connection_names_the_job_that_may_be_queued() -> None:
     assert lost.value.job_id == "a"
 
 
-def test_error_of_a_failed_connect_does_not_mention_a_queued_job() -> None:
+def test_error_of_a_failed_connection_does_not_mention_a_queued_job() -> None:
     redis = connect(f"redis://127.0.0.1:{free_port()}/0")
     with redis, pytest.raises(RedisUnreachable) as refused, reaching_redis(job_id="a"):
         redis.ping()

@@ -41,7 +41,7 @@ def test_check_rejects_a_cluster_when_redis_first_answers() -> None:
         check.run(Server({"cluster_enabled": 1}))  # type: ignore[arg-type]
 
 
-def test_check_warns_once_and_works_without_permission_for_info(caplog: pytest.LogCaptureFixture) -> None:
+def test_check_warns_once_and_works_without_permission_for_the_info_command(caplog: pytest.LogCaptureFixture) -> None:
     check = ServerCheck()
     for _ in range(2):
         check.run(Server({"aof_enabled": 0}))  # type: ignore[arg-type]

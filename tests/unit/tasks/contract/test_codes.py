@@ -39,7 +39,7 @@ def test_job_error_has_the_properties_of_its_code(row: Code) -> None:
     assert events.error(row.code, "")["retryable"] == row.retryable
 
 
-def test_failure_takes_retryable_from_its_event() -> None:
+def test_job_failed_has_the_given_retryable_flag() -> None:
     assert JobFailed("decode_failed", "", retryable=False).retryable is False
     assert JobFailed("something new", "", retryable=True).retryable is True
 
@@ -55,7 +55,7 @@ def written_codes() -> Iterator[str]:
                     yield str(node.args[0].value)
 
 
-def test_codes_in_calls_are_in_the_table() -> None:
+def test_error_codes_in_calls_are_in_the_table() -> None:
     found = set(written_codes())
     assert {"model_changed", "refused", "stream_trimmed"} <= found
     assert found <= CODES.keys(), found - CODES.keys()

@@ -144,7 +144,7 @@ def test_too_many_texts_are_rejected_with_the_limit() -> None:
     assert len(parse_job(EmbedJob, ("model", "texts"), ("m", texts[1:]), {}).texts) == MAX_TEXTS
 
 
-def test_job_failed_survives_celerys_json() -> None:
+def test_job_failed_exception_survives_celerys_json() -> None:
     failed = JobFailed("queue_full", "try later", True)
     again = JobFailed(*failed.args)
     assert (again.code, str(again), again.retryable) == ("queue_full", "try later", True)

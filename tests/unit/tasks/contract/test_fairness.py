@@ -22,7 +22,7 @@ def test_user_that_is_not_a_valid_level_is_replaced_with_a_digest(user: str) -> 
     assert key != fairness_key_below("acme", user + "2")
 
 
-def test_users_of_a_tenant_whose_key_is_too_long_share_its_key() -> None:
+def test_users_share_the_key_of_their_tenant_when_the_key_is_too_long() -> None:
     tenant = fairness_key_of(LONG + LONG)
     assert fairness_key_below(tenant, "anna") == tenant
 

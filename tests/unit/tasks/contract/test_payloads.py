@@ -192,7 +192,7 @@ def test_payload_with_too_many_logprobs_is_rejected() -> None:
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "n": 128, "max_tokens": 100_000, "logprobs": 100})
 
 
-def test_error_lists_the_first_problems_only() -> None:
+def test_error_lists_only_the_first_problems() -> None:
     messages = [{"role": "user", "content": "Hi", f"x{number}": 1} for number in range(3)]
     with pytest.raises(InvalidJob) as caught:
         parse_job(ChatJob, (), (), {"model": "m", "messages": messages, **{f"y{number}": 1 for number in range(50)}})

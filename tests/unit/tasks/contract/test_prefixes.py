@@ -78,7 +78,7 @@ def test_bulk_slice_has_the_hashes_of_its_first_line() -> None:
     assert hashes("chunk", lines=lines) == hashes(prompt="a" * 900)
 
 
-def test_tokens_have_hashes() -> None:
+def test_token_prompts_have_hashes() -> None:
     assert num_shared(hashes(prompt=list(range(400))), hashes(prompt=[*range(300), 7])) > 0
 
 

@@ -40,7 +40,7 @@ def test_mailbox_wakes_its_reader_for_messages_and_signals() -> None:
     with_mailbox(body)
 
 
-def test_full_mailbox_drops_all_messages_and_reports_it_once() -> None:
+def test_full_mailbox_drops_all_messages_and_reports_the_loss_once() -> None:
     async def body(box: Mailbox) -> None:
         for _ in range(MAX_UNREAD_BYTES // 1000 + 1):
             box.put(b"x" * 1000)

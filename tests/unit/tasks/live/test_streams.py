@@ -258,6 +258,6 @@ def test_read_of_a_journal_raises_when_closed_before_it_starts() -> None:
     with_server(body)
 
 
-def test_tick_exceeds_the_delays_of_a_busy_event_loop() -> None:
+def test_silence_limit_exceeds_the_delays_of_a_busy_event_loop() -> None:
     """A busy event loop must not consider its own connection dead."""
     assert subscriptions.TICK_S * subscriptions.MAX_SILENT_TICKS >= 10

@@ -49,7 +49,7 @@ def test_histogram_counts_a_value_equal_to_a_bound_in_its_bucket() -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ü", "{}"])
-def test_label_value_may_be_any_text(name: str) -> None:
+def test_label_value_may_be_any_string(name: str) -> None:
     meter = Meter()
     meter.count(REQUESTS, name, "stop")
     assert samples(meter)[REQUESTS, frozenset({("model", name), ("finish_reason", "stop")})] == 1

@@ -27,7 +27,7 @@ def deep() -> list[Any]:
     return value
 
 
-def test_text_without_utf8_reaches_readers_as_valid_text() -> None:
+def test_text_that_is_not_valid_utf8_reaches_readers_as_valid_text() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream, other = publisher.open_job("a"), publisher.open_job("b")

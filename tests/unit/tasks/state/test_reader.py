@@ -124,7 +124,7 @@ def test_stream_after_the_last_event_of_a_finished_job_ends_immediately(after: i
     assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # without waiting
 
 
-def test_stream_ends_when_the_last_event_of_the_job_precedes_after() -> None:
+def test_stream_ends_when_it_starts_after_the_last_event_of_the_job() -> None:
     cursor = EventCursor("j", after=7)
     assert cursor.from_page(page([])) == []
     assert [cursor.from_message(message(seq, last=5)) for seq in (4, 5)] == [[], []]

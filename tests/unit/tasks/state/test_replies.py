@@ -120,7 +120,7 @@ def test_reply_of_a_job_with_a_parent_key_is_found_in_the_whole_conversation(red
     assert (edited.replies.keys(), edited.edited) == ({3}, 4)
 
 
-def test_reply_of_a_branch_leaves_the_latest_context_of_the_conversation(redis: FakeRedis) -> None:
+def test_reply_of_a_branch_does_not_replace_the_latest_context_of_the_conversation(redis: FakeRedis) -> None:
     for text, key in (("One.", "cd" * 32), ("Two.", "ef" * 32)):
         for name, value in after(redis, [RESULT]).records([({"role": "assistant", "content": text}, key)], None, 0):
             redis.set(name, value)

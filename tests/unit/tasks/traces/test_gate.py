@@ -46,7 +46,7 @@ assert not {"cellama.tasks.traces.tracing", "opentelemetry.sdk.trace"} & sys.mod
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_traces_setting_names_the_extra_when_packages_are_missing(
+def test_traces_setting_error_names_the_extra_when_packages_are_missing(
     settings_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
     settings_environment(traces="true")
@@ -92,7 +92,7 @@ def test_jobs_sent_together_share_the_context_of_one_span(spans: Spans) -> None:
         assert int(flags, 16) & 1
 
 
-def test_sending_span_has_parent_from_header_then_current_span_then_running_job(
+def test_sending_span_prefers_the_parent_in_the_header_over_the_current_span_and_the_running_job(
     spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = SimpleNamespace(request=SimpleNamespace(traceparent=f"00-{'7' * 32}-{'8' * 16}-01", tracestate=None))

@@ -191,7 +191,7 @@ def test_invalid_request_end_loses_a_span_but_no_events(spans: Spans, traces: Tr
     assert [span.name for span in spans.all] == ["queue", "process q"]
 
 
-def test_worker_names_the_extra_when_packages_are_missing(
+def test_worker_error_names_the_extra_when_packages_are_missing(
     monkeypatch: pytest.MonkeyPatch, settings_environment: Any
 ) -> None:
     settings_environment(traces="true")

@@ -81,7 +81,7 @@ def test_desired_adapters_and_default_belong_to_desired_models() -> None:
     assert desired_state(SETTINGS, of_pool({DEFAULT_KEY: Override(default="nowhere")})).default is None
 
 
-def test_corrections_reach_the_desired_state_and_unload_first() -> None:
+def test_corrections_produce_the_desired_state_and_start_with_unloads() -> None:
     overrides = of_pool(
         {
             model_key("second"): Override(model=SECOND),

@@ -45,7 +45,7 @@ def model(**options: Any) -> str:
         (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
     ],
 )
-def test_check_models_names_an_invalid_model_before_anything_is_loaded(
+def test_check_models_reports_an_invalid_model_before_anything_is_loaded(
     settings_environment: Callable[..., None], tmp_path: Path, models: str, message: str
 ) -> None:
     (tmp_path / "text.gguf").write_text("I am no model")

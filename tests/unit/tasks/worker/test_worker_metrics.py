@@ -117,7 +117,7 @@ def test_attempts_are_counted_by_their_outcome(metrics: Metrics, error: Any, int
     assert value(figures, "celery_task_queuetime_seconds_sum", name="cellama.generate") == 2.0
 
 
-def test_metrics_reject_a_port_that_is_not_available(metrics: Metrics) -> None:
+def test_metrics_server_rejects_a_port_that_is_not_available(metrics: Metrics) -> None:
     relay = TelemetryRelay("w")
     relay.num_dropped = 3
     other = Metrics("127.0.0.1", 0, relay, dict)

@@ -171,7 +171,7 @@ def test_batch_fails_when_its_input_file_is_deleted(run_world: RunWorld) -> None
     run_world(scenario)
 
 
-def test_parts_contain_new_output_and_are_used_when_record_lists_them(run_world: RunWorld) -> None:
+def test_output_parts_contain_new_output_and_are_used_when_record_lists_the_parts(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         output = world.folder / "output"
         output.write_bytes(b"first\n")

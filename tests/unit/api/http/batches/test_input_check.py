@@ -69,7 +69,7 @@ def test_check_reports_request_count_and_common_model_of_valid_file() -> None:
     assert checked(line("a") + line("b", body={"model": "other"})) == [(2, None)]
 
 
-def test_check_rejects_file_without_requests_or_with_too_many() -> None:
+def test_check_rejects_file_with_no_requests_or_too_many_requests() -> None:
     assert errors_of(b"\n \n") == [("empty_file", None, None)]
     assert errors_of(line("a"), line("b"), max_lines=1) == [("too_many_requests", None, None)]
 

@@ -103,7 +103,7 @@ def test_driver_stops_when_another_tenant_has_no_driver(run_world: RunWorld) -> 
     run_world(scenario)
 
 
-def test_cancelled_and_expired_batches_are_driven_beyond_the_limit(run_world: RunWorld) -> None:
+def test_cancelled_and_expired_batches_are_driven_even_above_the_limit(run_world: RunWorld) -> None:
     """One batch is cancelled, and the window of another one has ended."""
 
     async def scenario(world: World) -> None:

@@ -68,7 +68,7 @@ def test_create_returns_429_when_tenant_has_too_many_open_batches(run: Run) -> N
     run(scenario)
 
 
-def test_either_cancel_or_end_takes_effect_when_they_coincide(run: Run) -> None:
+def test_either_cancellation_or_end_takes_effect_when_both_coincide(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         batches = service_of(redis)
         record = await batches.create(ORDER, ACME, None)

@@ -47,7 +47,7 @@ def test_text_lines_and_single_columns_do_not_need_a_template(tmp_path: Path) ->
         (b"a,b\n1,2\n", {"template": "{c}"}, "template: the file has no column 'c'; its columns are: a, b"),
         (b"a,b\n1,2\n", {"template": "{a"}, "template: "),
         (b"a\n\xff\n", {}, "UTF-8"),
-        (b"a\n", {}, "it has no rows"),
+        (b"a\n", {}, "the table has no rows"),
         (b"a\n1\n", {"model": " "}, "choose the model"),
         (b"a\n1\n", {"max_tokens": "many"}, "max_tokens is 'many'"),
         (b"a\n1\n", {"endpoint": "/v1/images"}, "endpoint is '/v1/images'"),
@@ -70,7 +70,7 @@ def test_large_tables_are_refused(tmp_path: Path) -> None:
     assert refused.value.status == 413
 
 
-def test_only_tables_and_texts_are_converted() -> None:
+def test_only_tables_and_text_files_are_converted() -> None:
     assert [name for name in ("a.csv", "a.jsonl", "b.TSV", "c.txt", "d.parquet", "e.csv.gz", "") if is_table(name)] == [
         "a.csv",
         "b.TSV",

@@ -285,7 +285,7 @@ def test_gateway_still_requires_a_key_when_redis_has_lost_its_keys(run: Run) -> 
     run(scenario)
 
 
-def test_only_keys_of_the_file_are_valid(run: Run, tmp_path: Path) -> None:
+def test_only_keys_of_the_key_file_are_valid(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("keys = []")
 

@@ -80,7 +80,7 @@ def test_reserved_tokens_are_replaced_by_used_tokens(run: Run) -> None:
     run(scenario)
 
 
-def test_tokens_beyond_reservation_count_after_its_window(run: Run) -> None:
+def test_tokens_beyond_the_reservation_count_when_request_ends_after_its_window(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, tokens_per_minute=100, requests_per_minute=2)
         first, _ = await setup.admit(10)
@@ -102,7 +102,7 @@ def test_request_above_the_whole_limit_is_rejected_permanently(run: Run) -> None
     run(scenario)
 
 
-def test_job_leases_end_with_job_or_gateway(run: Run) -> None:
+def test_job_lease_ends_when_its_job_or_gateway_ends(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, concurrent_jobs=2)
         first, _ = await setup.admit()
@@ -188,7 +188,7 @@ def test_request_counts_once_when_call_is_repeated_after_lost_answer(run: Run, m
     run(scenario)
 
 
-def test_all_keys_of_limits_have_a_ttl(run: Run) -> None:
+def test_all_redis_keys_of_limits_have_a_ttl(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, requests_per_minute=5, tokens_per_minute=100, concurrent_jobs=5)
         reserved, _ = await setup.admit(10)
@@ -248,7 +248,7 @@ def test_rejected_request_is_admitted_after_its_wait(run: Run) -> None:
     run(scenario)
 
 
-def test_limits_of_keys_are_independent(run: Run) -> None:
+def test_limits_of_different_keys_are_independent(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         one, other = LimiterSetup(redis, requests_per_minute=1), LimiterSetup(redis, requests_per_minute=1)
         assert [await one.verdict(), await other.verdict(), await one.verdict()] == ["in", "in", "requests"]

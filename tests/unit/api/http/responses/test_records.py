@@ -113,7 +113,7 @@ def test_record_of_newer_gateway_is_readable() -> None:
 
 
 @pytest.mark.parametrize("name", JOURNALS)
-def test_status_follows_the_journal(run: Any, redis: Redis, name: str) -> None:
+def test_status_is_derived_from_the_journal(run: Any, redis: Redis, name: str) -> None:
     journal = JOURNALS[name]
     with pytest.raises(ApiError) as raised:
         run(lambda gateway: status_of(gateway, record()))

@@ -164,7 +164,7 @@ RESULTS = [
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_response_is_the_same_when_made_from_the_result(name: str) -> None:
+def test_response_is_the_same_when_it_is_built_from_the_result(name: str) -> None:
     result, params = result_of(JOURNALS[name]), {} if name == "reasoning" else {"logprobs": 0}
     _, whole = fold(JOURNALS[name], record(params=params, shows_signatures=True))
     _, rest = fold(journal_of_result(result), record(params=params, shows_signatures=True))

@@ -160,7 +160,7 @@ def test_annotations_and_unknown_keywords_are_ignored_silently() -> None:
 @pytest.mark.parametrize(
     "schema", [{"type": "integer"}, {}, True, {"x-guidance": {"whitespace_flexible": True, "lenient": True}}]
 )
-def test_layout_is_fixed_when_the_schema_sets_another(schema: Any) -> None:
+def test_layout_is_fixed_even_when_the_schema_requests_another_layout(schema: Any) -> None:
     assert prepared(schema).schema["x-guidance"] == LAYOUT
 
 

@@ -300,7 +300,7 @@ def test_openapi_nullable_allows_null() -> None:
         ),
     ],
 )
-def test_values_have_one_layout_and_one_spelling(schema: Any, right: list[str], wrong: list[str]) -> None:
+def test_each_value_has_one_layout_and_one_spelling(schema: Any, right: list[str], wrong: list[str]) -> None:
     grammar = compiled(schema)
     assert [text for text in right if not accepts(grammar, text)] == []
     assert [text for text in wrong if accepts(grammar, text)] == []
@@ -320,7 +320,7 @@ def test_values_have_one_layout_and_one_spelling(schema: Any, right: list[str], 
         ({"pattern": "b"}, ['"abc"', '"b"'], ['"ac"', '"é"']),
     ],
 )
-def test_patterns_and_formats_of_texts_are_enforced_together(schema: Any, right: list[str], wrong: list[str]) -> None:
+def test_patterns_and_formats_of_strings_are_enforced_together(schema: Any, right: list[str], wrong: list[str]) -> None:
     grammar = compiled({"type": "string", **schema})
     assert [text for text in right if not accepts(grammar, text)] == []
     assert [text for text in wrong if accepts(grammar, text)] == []
