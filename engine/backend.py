@@ -198,7 +198,7 @@ class KvMemory(Protocol):
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
         """Convert data from `portable` to a state or checkpoint.
 
-        Return the state or checkpoint with its number of tokens. Any thread may call this method. Writable buffers are
+        Return the state or checkpoint, and the number of its tokens. Any thread may call this method. Writable buffers are
         not copied. Instead, the state takes ownership of the buffers and modifies them. Raises ValueError if the data
         is damaged.
         """

@@ -104,7 +104,7 @@ class Context:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of the prompt and the output."""
+        """The tokens of the prompt, followed by the tokens of the output."""
         return self.prompt + self.generated
 
     @property

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class AsyncJob(Generic[R]):
-    """A submitted job for asyncio. `R` is the type of the job's result."""
+    """The asyncio handle of a submitted job. `R` is the type of the job's result."""
 
     def __init__(self, client: AsyncClient, job_id: str) -> None:
         self.id = job_id

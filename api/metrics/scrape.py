@@ -84,7 +84,7 @@ class Scrape:
         except RedisError as error:
             if self.is_up:
                 log.warning(
-                    "Redis does not answer", detail=f"{error}; only the metric cellama_up is served until it answers"
+                    "Redis does not answer", detail=f"{error}; only the metric cellama_up is served until Redis answers"
                 )
             figures, self.is_up = Figures(), False
             figures.add("cellama_up", 0)

@@ -1,4 +1,4 @@
-"""Convert a job's events into the chunks of OpenAI's streams."""
+"""Convert a job's events into the chunks of an OpenAI stream."""
 
 from __future__ import annotations
 

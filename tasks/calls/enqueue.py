@@ -256,7 +256,7 @@ class Template:
             self._events.append((topic, frame, _JsonTemplate(_decode_body(frame.first_values[BODY]), EVENT)))
         events = [(frame.first_values, event.first_values) for _, frame, event in self._events]
         if self._fill(self._text.first_values, payload_json, events) != message:
-            raise ValueError("the template does not reproduce its message")
+            raise ValueError("the template does not reproduce the message that it was created from")
 
     def message(
         self,

@@ -199,7 +199,7 @@ class ServerCheck:
         except (RedisConnectionError, RedisTimeoutError):
             return  # the next call checks again
         except RedisError as error:
-            log.warning("Redis not checked", detail=f"INFO failed: {error}")
+            log.warning("Redis not checked", detail=f"the command INFO failed: {error}")
             info = {}
         self._done = True
         if info.get("cluster_enabled"):

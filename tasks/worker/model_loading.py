@@ -329,7 +329,7 @@ class Reconciler:
 
     def _correct(self, desired: DesiredState, correction: Correction) -> None:
         kind, model_id, *rest = key = correction.key
-        log.info("desired state action started", action=correction.action, key=key_text(key))
+        log.info("desired state change started", action=correction.action, key=key_text(key))
         if kind == "model":
             if correction.action == "unload":
                 self._loader.unload_model(model_id, DRAIN_S)

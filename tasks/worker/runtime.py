@@ -80,7 +80,7 @@ def limit_free_heap(libc: Any = None) -> bool:
     options = ((_TRIM_THRESHOLD, MAX_FREE_BYTES), (_MMAP_THRESHOLD, MAPPED_BYTES), (_ARENA_MAX, NUM_HEAPS))
     refused = [option for option, value in options if not libc.mallopt(option, value)]
     if refused:
-        log.warning("mallopt options refused", options=refused, detail="the process will keep more freed memory")
+        log.warning("mallopt options refused", options=refused, detail="the process may keep more freed memory instead of returning it to the system")
     return not refused
 
 

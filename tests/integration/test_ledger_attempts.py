@@ -173,7 +173,7 @@ def test_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: s
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
 
 
-def test_end_reported_to_celery_does_not_need_settlement(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_end_that_was_reported_to_celery_needs_no_settlement(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     stored, event = CeleryState(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}
@@ -203,7 +203,7 @@ def test_celery_state_becomes_started_when_the_attempt_starts(ledger: Ledger, jo
     assert redis_client.get(result_key(job_id)) == started.value
 
 
-def test_attempt_counts_earlier_attempts_without_events(ledger: Ledger, job_id: str) -> None:
+def test_attempt_number_includes_earlier_attempts_that_wrote_no_events(ledger: Ledger, job_id: str) -> None:
     attempts = [begin(ledger, job_id)]
     assert attempts[0].before == ()
     for _ in range(2):  # as if its worker had died

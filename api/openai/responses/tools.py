@@ -121,7 +121,7 @@ def _check_namespace(where: str, tool: Mapping[str, Any]) -> None:
     if not isinstance(inner, list) or not all(isinstance(each, dict) and each.get("type") for each in inner):
         raise InvalidJob(f"{where}.tools is {shorten(inner)}; it must be a list of objects with a type")
     if any(_is_namespace(each) for each in inner):
-        raise InvalidJob(f"{where}.tools contains a namespace; only functions may be in a namespace")
+        raise InvalidJob(f"{where}.tools contains a namespace; a namespace can contain only functions")
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outages", type=int, default=10)
     parser.add_argument("--freezes", type=int, default=20)
     parser.add_argument("--rollbacks", type=int, default=5)
-    parser.add_argument("--period", type=float, default=4.0, help="seconds between two disturbances")
+    parser.add_argument("--period", type=float, default=4.0, help="seconds between injected faults")
     parser.add_argument(
         "--canvases", type=int, default=6, help="number of canvases of each kind in the `canvas` scenario"
     )

@@ -1,4 +1,4 @@
-"""Run jobs on real workers during one kind of disturbance, and check the outcome of each job."""
+"""Run jobs on real workers while one kind of fault is injected, and check the outcome of each job."""
 
 from __future__ import annotations
 

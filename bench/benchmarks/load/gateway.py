@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         default=max(1, CORES - 1),
-        help="number of threads per step (default: all cores except one)",
+        help="number of engine threads (default: all cores except one)",
     )
     parser.add_argument(
         "--rounds",

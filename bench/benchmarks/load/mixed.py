@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(at_once.OURS),
         help="variants of cellama to measure",
     )
-    add("--slots", type=int, default=64, help="number of cellama's slots, unless --options sets it")
+    add("--slots", type=int, default=64, help="number of slots for cellama, unless --options sets it")
     add("--options", type=json.loads, default={}, help="cellama's engine options as JSON")
     add(
         "--server-slots",

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lines", type=int, default=2000, help="number of lines per workload")
     parser.add_argument("--prompt", type=int, default=128, help="number of prompt tokens per line without a family")
-    parser.add_argument("--shared-prompt", type=int, default=384, help="number of prompt tokens per line in a family")
+    parser.add_argument("--shared-prompt", type=int, default=384, help="number of prompt tokens per line, for lines that share a prefix")
     parser.add_argument("--shared", type=int, default=320, help="number of prompt tokens that a family shares")
     parser.add_argument("--families", type=int, default=20)
     parser.add_argument("--new", type=int, default=64, help="number of tokens to generate per line")

@@ -183,7 +183,7 @@ def _bare_head(format_: CallFormat) -> re.Pattern[str]:
 
 
 def _after_name(format_: CallFormat, end: str = r"\Z") -> str:
-    """Return a pattern for the text after a name, in which a tag with an id is optional.
+    """Return a pattern that matches the text after a name, which may include a tag with an id.
 
     `end` matches the position at which a call without arguments may end although its closing tag is missing.
     """

@@ -78,7 +78,7 @@ def test_strategies_divide_a_tight_budget_as_documented() -> None:
     assert tokens("adaptive") == tokens("decode_maximal")
 
 
-def test_gaps_of_decoding_slots_are_as_long_as_documented() -> None:
+def test_gaps_between_tokens_of_decoding_slots_have_the_documented_length() -> None:
     views = [SlotView(i, 1, True) for i in range(8)] + [SlotView(8 + i, 500, False) for i in range(8)]
 
     def tokens(name: str, views: list[SlotView]) -> int:

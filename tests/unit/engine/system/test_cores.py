@@ -157,7 +157,7 @@ def test_models_of_one_worker_share_cores_while_both_models_are_in_use() -> None
     assert (first.threads, second.threads, idle.threads) == (4, 2, 2)
 
 
-def test_part_counts_as_in_use_shortly_after_its_last_request() -> None:
+def test_part_still_counts_as_in_use_shortly_after_its_last_request() -> None:
     first, second = StubPart(), StubPart(is_busy=False)
     second.last_submit = time.time() + 60
     machine = Machine(4, Claim(first, 4), Claim(second, 4))

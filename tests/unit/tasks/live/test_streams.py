@@ -148,7 +148,7 @@ def test_many_readers_share_few_round_trips_for_their_journals(monkeypatch: pyte
     with_server(body)
 
 
-def test_stream_raises_when_redis_has_other_events_after_a_failover() -> None:
+def test_stream_raises_when_redis_has_different_events_after_a_failover() -> None:
     async def body(server: Server) -> None:
         await server.write_events(3)
         stream = server.streams.events(JOB)
