@@ -1,6 +1,6 @@
 """The entry point of the `cellama` command.
 
-It is outside the packages, so Ctrl-C exits without a traceback even while the packages are being imported.
+This module is outside the packages, so Ctrl-C exits without a traceback even while the packages are being imported.
 """
 
 import os

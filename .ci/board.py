@@ -1,7 +1,7 @@
 """Write the Grafana dashboard docs/dashboards/cellama.json from a table of panels: `python .ci/board.py`.
 
-Expressions use `$model` for the selected models, and Grafana's `$__rate_interval`. Sums over workers are sums of rates,
-so they don't drop when a worker exits.
+Expressions use `$model` for the selected models, and Grafana's variable `$__rate_interval`. Sums over workers are sums
+of rates, so they don't drop when a worker exits.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
 
 
 def board() -> dict[str, Any]:
-    """Return the dashboard in the format of Grafana 10 and later."""
+    """Return the dashboard in the format that Grafana 10 and later use."""
     panels: list[dict[str, Any]] = []
     at = 0
     for title, group in ROWS:

@@ -1,9 +1,9 @@
 """Write the generated parts of the documentation: tables of settings, parameters, options and metrics.
 
 Each generated part is enclosed in `<!-- generated: KIND NAME -->` and `<!-- end of generated part -->`. Run this script
-after you change a description, a command, a docstring or an error code. With `--check` it writes nothing and fails if a
-page differs from the code. `make check` uses this option. On the site, a page with `<!-- include: PATH -->` also shows
-the file at that path, which `page_for_site` inserts.
+after you change a description, a command, a docstring or an error code. With `--check`, the script writes nothing, and
+fails if a page differs from the code. `make check` uses this option. On the site, a page with `<!-- include: PATH -->`
+also shows the file at that path, which `page_for_site` inserts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def page_for_site(markdown: str) -> str:
 
 
 def update_pages(only_check: bool) -> list[str]:
-    """Write the generated parts of all pages, and return the paths of the pages that differed, relative to the root."""
+    """Write the generated parts of all pages, and return the paths of the changed pages, relative to the root."""
     changed = []
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def _default(field: str, spec: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def commands(_: str = "") -> str:
-    """Return every command of the command line with its help."""
+    """Return every cellama command with its help."""
     root = typer.main.get_command(find("cellama.api.cli.app"))
     return "\n".join(_command(path, command) for path, command in leaves("cellama", root))
 
@@ -214,7 +214,7 @@ def declared(kind: Any) -> Iterable[tuple[str, str, str]]:
 
 
 def events(_: str = "") -> str:
-    """Return the types of events with their fields and meanings."""
+    """Return a table of event types with their fields and meanings."""
     rows = []
     for kind in get_args(find("cellama.tasks.contract.events.Event")):
         fields = get_type_hints(kind, include_extras=True)
@@ -226,7 +226,7 @@ def events(_: str = "") -> str:
 
 
 def codes(_: str = "") -> str:
-    """Return the table of error codes, with the exit code of the command line for each."""
+    """Return a table of error codes, with the command line's exit code for each."""
     rows = [
         (
             f"`{row.code}`",
@@ -241,7 +241,7 @@ def codes(_: str = "") -> str:
 
 
 def gateway_codes() -> str:
-    """Return the table of the error codes that only the gateway uses."""
+    """Return a table of the error codes that only the gateway uses."""
     rows = [
         (f"`{row.code}`", row.meaning, "yes" if row.retryable else "", str(row.http_status))
         for row in find("cellama.api.http.errors.GATEWAY_CODES").values()
@@ -277,7 +277,7 @@ def measured(path: str) -> str:
 
 
 def include(path: str) -> str:
-    """Return a file of the repository, with links relative to docs/."""
+    """Return a file from the repository, with its links made relative to docs/."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return LINK_OUT.sub(r"](\1)", text.partition("\n")[2])
 
@@ -326,7 +326,7 @@ def differences(name: str) -> str:
 
 
 def metrics(source: str) -> str:
-    """Return the metrics of a source: names, types, help texts, labels, and the bucket ranges of histograms."""
+    """Return a table of a source's metrics: names, types, help texts, labels, and the bucket ranges of histograms."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
     return table(("metric", "type", "meaning"), ((f"`{row.name}`", row.kind, _meaning(row)) for row in rows))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check and build a release of cellama, and create its tag if `--tag` is given.
 
-Without an option this is a dry run: it does everything except create the tag. The steps are:
+Without an option, the script does a dry run: it performs every step except creating the tag. The steps are:
 
 1. Check that everything is committed, and that the branch is main and matches origin. CHANGELOG.md must have a section
    with a date for the version in pyproject.toml. The tag must not exist yet.
@@ -43,14 +43,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--tag", action="store_true", help="create the tag after the last step")
-    mode.add_argument("--at-tag", metavar="TAG", help="build for an existing tag (used by the forge's workflow)")
+    mode.add_argument("--at-tag", metavar="TAG", help="build the release of an existing tag (used in CI)")
     parser.add_argument("--check-only", action="store_true", help="stop after step 1")
     parser.add_argument("--skip-tests", action="store_true", help="skip step 2; not allowed with --tag")
     parser.add_argument("--skip-sbom", action="store_true", help="don't write an SBOM; not allowed with --tag")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="output directory (default: dist)")
     options = parser.parse_args(argv)
     if options.tag and (options.skip_tests or options.skip_sbom or options.check_only):
-        parser.error("--tag needs all steps; remove --check-only, --skip-tests and --skip-sbom")
+        parser.error("--tag requires all steps; remove --check-only, --skip-tests and --skip-sbom")
 
     version = project_version(ROOT)
     problems = list(release_problems(ROOT, version, options.at_tag))
@@ -87,7 +87,7 @@ def report(line: str) -> None:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Return the output of a git command. Raises CalledProcessError if it fails."""
+    """Return the output of a git command. Raises CalledProcessError if the command fails."""
     done = subprocess.run(["git", "-C", str(root), *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()
 
@@ -208,7 +208,7 @@ def environment(name: str, requirements: tuple[str, ...]) -> str:
 
 
 def pip(python: str, target: str, *arguments: str) -> None:
-    """Install packages into the environment of the interpreter `target`, using the pip of `python`."""
+    """Install packages into the environment of the interpreter `target`, using pip from the interpreter `python`."""
     quiet = ("--quiet", "--disable-pip-version-check")
     subprocess.run([python, "-m", "pip", "--python", target, "install", *quiet, *arguments], check=True)
 

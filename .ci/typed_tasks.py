@@ -5,7 +5,7 @@ The table of kinds is in `tasks/contract/all_kinds.py`. The typed tasks for type
 and `cellama.tasks` and `cellama.api` export their names. The options of a model are in `config/model_options.py`, and
 the JSON types of snapshots are in `tasks/contract/shapes/snapshots.py`.
 
-With `--check` the script writes nothing, and fails if a file would change.
+With `--check`, the script writes nothing, and fails if a file would change.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def found_kinds() -> Iterator[tuple[str, Kind]]:
-    """Return all kinds of jobs that the modules of the package define, by name."""
+    """Return all kinds of jobs that the package's modules define, by name."""
     for found in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{found.name}")
         yield from ((name, thing) for name, thing in vars(module).items() if isinstance(thing, Kind))
@@ -205,7 +205,7 @@ def module_of(kind: Kind) -> str:
 
 
 def exporting(file: Path, module: str, names: Iterable[str]) -> str:
-    """Return a module that imports exactly these names of `module` and lists them in `__all__`."""
+    """Return the source of a module that imports exactly these names from `module` and lists them in `__all__`."""
     text = file.read_text()
     block = re.compile(rf"^from {re.escape(module)} import (?:\([^)]*\)|.*)$", re.MULTILINE)
     found = block.search(text)
@@ -244,21 +244,20 @@ def base_name(payload: type) -> str:
 
 
 def parameters(payload: type[BaseModel], kind: Kind) -> str:
-    """Return the source of a TypedDict with the parameters that a payload adds to its bases.
+    """Return the source of a TypedDict with the parameters that a payload adds to those of its base classes.
 
     Positional parameters are omitted.
     """
     bases = [f"{base_name(base)}Params" for base in payload.__bases__ if base is not Payload] or ["TypedDict"]
     own = [name for name in inspect.get_annotations(payload) if name not in kind.positional]
     lines = [f"    {name}: {typed(payload.model_fields[name])}" for name in own]
-    shared_by = (payload.__doc__ or "").strip()
-    about = f"`{short(kind)}`." if payload is kind.payload else shared_by[0].lower() + shared_by[1:]
+    summary = f"Parameters of `{short(kind)}`." if payload is kind.payload else (payload.__doc__ or "").strip()
     head = f"class {base_name(payload)}Params({', '.join(bases)}, total=False):"
-    return "\n".join([head, f'    """Parameters of {about}"""', "", *lines])
+    return "\n".join([head, f'    """{summary}"""', "", *lines])
 
 
 def call(kind: Kind) -> str:
-    """Return the source of a task's typed call with all parameters, and the source of the task."""
+    """Return the source of a task's typed call with all its parameters, and the source of the task itself."""
     name, fields = base_name(kind.payload), kind.payload.model_fields
     by_name = [f"    {each}: {typed(fields[each])}" for each in kind.positional]
     signature = [
@@ -305,7 +304,7 @@ def source(annotation: Any) -> str:
         return "None"
     if annotation in (str, int, float, bool):
         return str(annotation.__name__)
-    raise TypeError(f"{annotation!r} has no known type for callers; annotate it with TypedAs")
+    raise TypeError(f"{annotation!r} has no type that callers can use; annotate the field with TypedAs")
 
 
 def formatted(file: Path, text: str) -> str:

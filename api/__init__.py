@@ -1,4 +1,4 @@
-"""The Python client, the command line, the gateway, and a Redis server for this machine.
+"""The Python client, the command line, the gateway, and an embedded Redis server.
 
 from cellama.api import Client
 job = Client().generate("tiny", "Once upon a time")

@@ -31,9 +31,11 @@ def main() -> None:
         "name",
         choices=[*sorted(BENCHMARKS), ALL],
         metavar="NAME",
-        help="name of the benchmark, or all to run every one",
+        help="name of a benchmark, or all to run all benchmarks",
     )
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options for the benchmark (list them with NAME --help)")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, help="options of the benchmark (run NAME --help to list them)"
+    )
     chosen = parser.parse_args()
     if chosen.name == ALL:
         raise SystemExit(1 if run(available, chosen.rest) else 0)
@@ -50,7 +52,7 @@ def main() -> None:
         help="GGUF file, bundled://tiny, or padded, which is the bundled model made as slow as a 160M model "
         "(default: 174M random weights, Q8_0)",
     )
-    own.add_argument("--save", action="store_true", help="append the JSON line to bench/results/")
+    own.add_argument("--save", action="store_true", help="append the result to bench/results/ as a JSON line")
     benchmark.add_arguments(own)
     args = own.parse_args(chosen.rest)
     workload = {name: value for name, value in vars(args).items() if name not in ("model", "save", "suite")}

@@ -1,4 +1,4 @@
-"""Find the password of the Redis server that `cellama up` runs, so the user's other programs can connect to it."""
+"""Find the password of the Redis server that `cellama up` runs, so that the user's other programs can connect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def stored_url(directory: Path) -> RedisUrl | None:
 
 
 def with_stored_password(where: RedisUrl, data_dir: Path) -> RedisUrl:
-    """Return the URL. If the URL names the embedded Redis server without credentials, add this server's password."""
+    """Return the URL.
+
+    If the URL points to the embedded Redis server and has no credentials, add the server's password.
+    """
     if where.kind != "server" or where.credentials or where.hosts[0][0] not in LOOPBACK_HOSTS:
         return where
     stored = stored_url(redis_dir(data_dir))

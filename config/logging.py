@@ -1,6 +1,6 @@
 """Write structured logs to stderr.
 
-Each event has constant text and named fields, and is written as one line of text or JSON.
+Each event has a constant text and named fields, and is written as one line of text or JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EventLogger(logging.LoggerAdapter[logging.Logger]):
     """
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[LogEvent, MutableMapping[str, Any]]:
-        """Return the event as the record's message, and the keyword arguments that `logging` itself accepts."""
+        """Return the event as the log record's message, and the keyword arguments to pass on to `logging`."""
         detail = str(kwargs.pop("detail", ""))
         options = {name: kwargs.pop(name) for name in _LOGGING_ARGUMENTS if name in kwargs}
         return LogEvent(str(msg), dict(kwargs), detail), options
@@ -124,7 +124,7 @@ def configure_logging(level: str, log_format: Literal["text", "json"] = "text") 
 def telemetry_logger() -> logging.Logger:
     """Return the logger for telemetry, which writes each message unchanged.
 
-    It logs to stderr regardless of `log_level`, unless the application has added handlers to it.
+    The logger writes to stderr regardless of `log_level`, unless the application has added its own handlers.
     """
     logger = logging.getLogger(TELEMETRY_LOGGER)
     logger.setLevel(logging.INFO)

@@ -16,7 +16,7 @@ MODEL_ID_RULE = "a model id must not contain control characters, start with a co
 
 
 def id_of_source(source: str, taken: Collection[str] = ()) -> str:
-    """Derive a model id from a source's file name, and append a number if another model already has this id."""
+    """Derive a model id from the source's file name, and append a number if another model already has this id."""
     name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf")
     name = re.sub(f"[{_CONTROL}]", "", name).strip().lstrip(": ") or "model"
     number = 1
@@ -26,7 +26,7 @@ def id_of_source(source: str, taken: Collection[str] = ()) -> str:
 
 
 def with_ids(models: Any) -> Any:
-    """Return the models from the settings, with missing ids derived from the models' sources."""
+    """Return the models from the settings. Missing ids are derived from the models' sources."""
     if not isinstance(models, list | tuple):
         return models
     taken = {model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)}

@@ -36,7 +36,7 @@ _NO_PORT = re.compile(r"(//[^:/]*):(?!\d+(?:/|$))[^/]*")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The components of a Redis URL, as returned by `parse_redis_url`."""
+    """The components of a Redis URL, as `parse_redis_url` returns them."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...] = ()  # host and port of the server or of each sentinel
@@ -70,11 +70,13 @@ def parse_redis_url(url: str) -> RedisUrl:
     except _InvalidUrl as error:
         raise ValueError(str(error)) from None
     except ValueError:  # from urllib, whose message may contain a part of the password
-        raise ValueError(f"it can't be parsed; {FORMS}. Write /, @, :, ? and # in a password as %2F, %40, …") from None
+        raise ValueError(
+            f"the URL can't be parsed; {FORMS}. Write /, @, :, ? and # in a password as %2F, %40, …"
+        ) from None
 
 
 class _InvalidUrl(ValueError):
-    """An error in a URL. Its message contains no secrets."""
+    """An error in a URL. The error message contains no secrets."""
 
 
 def _server(kind: Kind, rest: str) -> RedisUrl:
@@ -136,7 +138,7 @@ def _sentinel(rest: str) -> RedisUrl:
 def _split_addresses(rest: str) -> tuple[list[str], str]:
     """Return the sentinels' addresses, and the text after the last address.
 
-    If another address contains a database, the database is ignored.
+    If any other address contains a database, this database is ignored.
     """
     chunks = rest.split(";")
     end = min((at for at in map(chunks[-1].find, "/?") if at >= 0), default=len(chunks[-1]))

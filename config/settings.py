@@ -44,7 +44,7 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 
 
 class SettingsError(Exception):
-    """The settings are invalid. The message lists every problem with its remedy."""
+    """The settings are invalid. The error message lists every problem with its remedy."""
 
 
 class AdapterSettings(BaseModel):
@@ -206,7 +206,7 @@ TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_paralle
 
 
 class Settings(BaseSettings):
-    """All of cellama's settings. `get_settings()` returns them."""
+    """All of cellama's settings. `get_settings()` returns an instance."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
@@ -307,8 +307,8 @@ class Settings(BaseSettings):
         default=1800,
         ge=0,
         le=limits.MAX_TIMEOUT_S,
-        description="Time in seconds after which a waiting job fails if no worker serves its model. Use at least "
-        "four times `lease_s`. 0 disables it. Workers and producers must use the same value.",
+        description="Time in seconds after which a waiting job fails if no worker serves its model. The value should "
+        "be at least four times `lease_s`. 0 disables the timeout. Workers and producers must use the same value.",
     )
     lease_s: int = Field(
         default=6,
@@ -319,7 +319,8 @@ class Settings(BaseSettings):
     drain_s: int = Field(
         default=30,
         ge=0,
-        description="Time in seconds that a stopping worker has to finish its jobs before it hands them over.",
+        description="Time in seconds that a stopping worker has to finish its jobs before it hands over the remaining "
+        "jobs.",
     )
     hang_s: int = Field(
         default=10,
@@ -356,7 +357,7 @@ class Settings(BaseSettings):
     journal_max_events: int = Field(
         default=100_000, ge=1, description="Approximate maximum number of events kept per job."
     )
-    result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that a result is kept.")
+    result_ttl_s: int = Field(default=86400, ge=1, description="Time in seconds that Redis keeps a job's result.")
     middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
         default_factory=list,
         description="Middlewares that workers run, each as package.module:Class (docs/how-to/middleware.md).",
@@ -434,8 +435,8 @@ class Settings(BaseSettings):
     gateway_head_timeout_s: int = Field(
         default=10,
         ge=1,
-        description="Timeout in seconds for receiving a request's headers, after which the connection is closed. It "
-        "applies only to `cellama gateway`, because a mounted app relies on its server's timeout.",
+        description="Timeout in seconds for receiving a request's headers, after which the connection is closed. The "
+        "timeout applies only to `cellama gateway`, because a mounted app relies on its server's timeout.",
     )
     gateway_body_timeout_s: int = Field(
         default=30,
@@ -490,8 +491,8 @@ class Settings(BaseSettings):
     )
     gateway_user_shares: bool = Field(
         default=False,
-        description="Divide each tenant's share among its users, whom requests identify in `user`, "
-        "`safety_identifier` or `metadata.user_id` (docs/fair-share.md).",
+        description="Divide each tenant's share among its users (docs/fair-share.md). Requests identify their user in "
+        "`user`, `safety_identifier` or `metadata.user_id`.",
     )
     gateway_lease_s: int = Field(
         default=30,
@@ -530,7 +531,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Give environment variables priority over the file, whose values `get_settings` passes as arguments."""
+        """Give environment variables precedence over the file's values, which `get_settings` passes as arguments."""
         return (env_settings, init_settings)
 
     @field_validator("redis_url")
@@ -556,7 +557,7 @@ class Settings(BaseSettings):
             if not re.fullmatch(MODEL_ID, alias):
                 raise ValueError(f"{alias!r} is not valid, because {MODEL_ID_RULE}; choose another alias")
             if model != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, model):
-                raise ValueError(f"{alias!r} refers to {model!r}, which is not a valid model id; correct it")
+                raise ValueError(f"{alias!r} refers to {model!r}, which is not a valid model id; correct the id")
             if model in aliases:
                 raise ValueError(f"{alias!r} refers to {model!r}, which is also an alias; name the model itself")
         return aliases
@@ -668,7 +669,7 @@ def _hint(name: str, known: Any, prefix: str = "") -> str:
 
 
 def explain(problem: Any) -> str:
-    """Return a one-line description of a pydantic error, with the setting, its value and the requirement."""
+    """Return a one-line description of a pydantic error, which names the setting, its value and the requirement."""
     where = ".".join(str(part) for part in problem["loc"]) or "settings"
     if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][-1])
@@ -697,7 +698,7 @@ def _parse_budget(value: Any) -> Any:
 
 
 def _parse_size(text: str) -> int | None:
-    """Parse `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits into bytes. Return None for other text."""
+    """Parse `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits into bytes. Return None for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return None

@@ -1,4 +1,7 @@
-"""The inference engine. It runs continuous batching on llama.cpp, and works as a library without Celery or Redis."""
+"""The inference engine, which runs continuous batching on llama.cpp.
+
+The engine also works as a library, without Celery or Redis.
+"""
 
 from .backend import ModelInfo
 from .core.adapters import AdapterInfo

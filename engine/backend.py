@@ -56,7 +56,7 @@ class Adapter:
 
 
 class AdapterUse(NamedTuple):
-    """An adapter, and the scale with which a decode call applies it. The scale is never 0."""
+    """An adapter, and the scale at which decode calls apply the adapter. The scale is never 0."""
 
     adapter: Adapter
     scale: float
@@ -88,12 +88,12 @@ class Chunk(NamedTuple):
 
 
 class Vocabulary(Protocol):
-    """Converts text to tokens and tokens to text. Any thread may use it at any time."""
+    """Converts text to tokens and tokens to text. Implementations are thread-safe."""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token. Control tokens have no bytes."""
+        """Return the bytes that a token represents. Control tokens represent no bytes."""
         ...
 
     def is_end(self, token: int) -> bool:
@@ -102,7 +102,7 @@ class Vocabulary(Protocol):
 
 
 class Sampler(Protocol):
-    """Samples a sequence's tokens. Only the engine thread may use it."""
+    """Samples a sequence's tokens. Only the engine thread may use a sampler."""
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -112,8 +112,8 @@ class Sampler(Protocol):
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         """Return the next token, sampled from the slot's logits of the last decode call. Raises GrammarFailed.
 
-        `row` is the number of draft tokens that were accepted before this token. If `forced` is given, this token is
-        returned unless a grammar forbids it.
+        `row` is the number of draft tokens that were accepted before this token. If `forced` is given, the forced token
+        is returned unless a grammar forbids it.
         """
         ...
 
@@ -124,13 +124,13 @@ class Sampler(Protocol):
     def forced_tokens(self) -> list[int]:
         """Return tokens for the text that the grammar requires next, or an empty list if several texts are possible.
 
-        Other tokens may represent the same text.
+        The same text may also have other tokenizations.
         """
         ...
 
 
 class SamplingPlan(Protocol):
-    """The prepared sampling parameters of a request, from which its samplers are created."""
+    """A request's prepared sampling parameters, from which samplers are created."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class KvMemory(Protocol):
         ...
 
     def state_bytes(self, slot: int) -> int:
-        """Return the size in bytes that the result of `save` would have."""
+        """Return the size in bytes of the state that `save` would return."""
         ...
 
     def save(self, slot: int) -> Any:
@@ -196,16 +196,16 @@ class KvMemory(Protocol):
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """Convert data from `portable` to a state or checkpoint.
+        """Convert data returned by `portable` back to a state or checkpoint.
 
-        Return the state or checkpoint, and the number of its tokens. Any thread may call this method. Writable buffers are
+        Return the state or checkpoint, and its token count. Any thread may call this method. Writable buffers are
         not copied. Instead, the state takes ownership of the buffers and modifies them. Raises ValueError if the data
         is damaged.
         """
         ...
 
     def checkpoint_bytes(self, slot: int) -> int:
-        """Return the size in bytes that the result of `checkpoint` would have."""
+        """Return the size in bytes of the checkpoint that `checkpoint` would return."""
         ...
 
     def checkpoint(self, slot: int) -> Any:
@@ -217,22 +217,22 @@ class KvMemory(Protocol):
 
 
 class AdapterStore(Protocol):
-    """Manages the weights of adapters. Any thread may use it."""
+    """Manages adapter weights. Implementations are thread-safe."""
 
     def load_adapter(self, path: Path) -> Any:
         """Load an adapter and return its handle in the backend. Raises AdapterLoadFailed."""
         ...
 
     def free_adapter(self, handle: Any) -> None:
-        """Free the memory of an adapter. Later decode calls must not use the adapter."""
+        """Free an adapter's memory. Later decode calls must not use the adapter."""
         ...
 
 
 class Backend(KvMemory, AdapterStore, Protocol):
-    """A context of the inference library, with the KV cells of all slots.
+    """An inference context, which holds the KV cells of all slots.
 
-    Only the engine thread may use it, except for `vocabulary`, `prepare`, `abort`, and the methods that load and free
-    adapters.
+    Only the engine thread may use a backend, except for `vocabulary`, `prepare`, `abort`, and the methods that load and
+    free adapters.
     """
 
     n_vocab: int
@@ -244,14 +244,14 @@ class Backend(KvMemory, AdapterStore, Protocol):
         ...
 
     def rest(self) -> None:
-        """Stop the idle compute threads, because the context will not be used for a while."""
+        """Stop idle compute threads before a period in which the context is not used."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary: ...
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingPlan:
-        """Prepare the sampling parameters of a request for `new_sampler`. All slow work is done in this method.
+        """Prepare the sampling parameters of a request for `new_sampler`. This method does all of the slow work.
 
         `visible` contains the control tokens whose text is part of the output. A grammar can't match any other control
         tokens. Raises InvalidRequest if the grammar is invalid or a token is unknown.
@@ -259,7 +259,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        """Compute the KV cells of the chunks with these adapters. The chunks are in slot order.
+        """Compute the KV cells of the chunks, with these adapters applied. The chunks must be sorted by slot number.
 
         The call returns after the computation has finished, even on a GPU. Raises DecodeError.
         """
@@ -293,7 +293,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
 
 
 class EmbeddingBackend(Protocol):
-    """A context that converts whole sequences to vectors. Only the embedder thread may use it."""
+    """A context that converts whole sequences to vectors. Only the embedder thread may use the context."""
 
     max_tokens: int  # maximum number of tokens in one text
     batch_tokens: int  # tokens in the largest efficient batch of several texts; at most `max_tokens`
@@ -303,11 +303,11 @@ class EmbeddingBackend(Protocol):
     threads: int  # number of threads that compute a batch
 
     def set_threads(self, count: int) -> None:
-        """Set the number of threads for later calls of `embed`."""
+        """Set the number of threads for later calls to `embed`."""
         ...
 
     def rest(self) -> None:
-        """Stop the idle compute threads, because the context will not be used for a while."""
+        """Stop idle compute threads before a period in which the context is not used."""
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:

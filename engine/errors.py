@@ -88,7 +88,7 @@ class UnknownAdapter(EngineError):
 
 
 class UnknownKey(EngineError):
-    """No context with this key is stored here for this scope and these adapters."""
+    """The engine doesn't have a context with this key, scope and adapters."""
 
     code = "unknown_key"
 
@@ -139,7 +139,10 @@ class GrammarFailed(EngineError):
 
 
 class EmbeddingCancelled(EngineError):
-    """An embedding request was cancelled. Cancelled generations finish with the reason `cancelled` instead."""
+    """An embedding request was cancelled.
+
+    Cancelled generation requests don't raise this error. They finish with the reason `cancelled` instead.
+    """
 
     code = "cancelled"
 
@@ -151,9 +154,9 @@ class EngineStopped(EngineError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the last part of an error message about an unknown name.
+    """Return the end of an error message about an unknown name.
 
-    This part suggests the most similar known name, or else lists all known names.
+    The text suggests the most similar known name, or lists all known names if none is similar.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

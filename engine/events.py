@@ -1,4 +1,4 @@
-"""The events of requests, which are emitted once per step, and the telemetry of steps and requests."""
+"""Request events, which the engine emits once per step, and statistics about steps and requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CacheTier = Literal["device", "ram", "disk"]  # place of reused cells: in a slot
 
 
 class PrefixHit(NamedTuple):
-    """The number of reused prompt tokens, with the kind of the hit and the tier of the reused tokens."""
+    """The number of reused prompt tokens, the kind of hit, and the tier in which the reused tokens were stored."""
 
     kind: CacheHitKind
     num_tokens: int
@@ -42,14 +42,14 @@ class RequestUsage:
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:
-        """Whether the entire prompt, part of the prompt, or nothing was reused."""
+        """Whether all, part or none of the prompt was reused."""
         if not self.cached_tokens:
             return "cold"
         return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
 
     @property
     def cache_hit(self) -> PrefixHit:
-        """The number of reused prompt tokens, with the kind of the hit and the tier of the reused tokens."""
+        """The number of reused prompt tokens, the kind of hit, and the tier in which the reused tokens were stored."""
         return PrefixHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
 
 
@@ -71,9 +71,9 @@ class RequestTimings:
 
 
 class Context:
-    """The tokens of a prompt and its output, and the conditions under which a request can continue these tokens.
+    """The tokens of a prompt and its output, and the conditions for continuing from these tokens.
 
-    Any thread may use it.
+    This class is thread-safe.
     """
 
     __slots__ = ("_key", "adapters", "generated", "identity", "prompt", "scope")
@@ -109,7 +109,7 @@ class Context:
 
     @property
     def key(self) -> str:
-        """The key of the context, which consists of 64 hexadecimal digits."""
+        """The context's key, a string of 64 hexadecimal digits."""
         if self._key is None:
             self._key = key_of(self.seed, self.tokens)
         return self._key
@@ -122,7 +122,7 @@ class Context:
 class Completion:
     """The result of a successful request. `text` contains neither stop strings nor incomplete characters.
 
-    `tokens` and `usage` cover everything that was generated. In a chat, `text` excludes reasoning and tool calls.
+    `tokens` and `usage` include all generated tokens. In a chat, `text` excludes reasoning and tool calls.
     """
 
     text: str
@@ -145,7 +145,7 @@ class Completion:
 
     @property
     def finish_key(self) -> str | None:
-        """The key of the context, which consists of the prompt and the output.
+        """The key of the context that consists of the prompt and the output.
 
         To continue the context, a later request passes this key as `parent_key`. The key is computed by the first
         thread that reads it. If `cache_prompt` is False, the key is None.
@@ -196,7 +196,7 @@ Event = Started | Text | Finished
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """The batch and the duration of one step."""
+    """Measurements of one step and its batch."""
 
     model: str  # id of the model
     at: float  # end of the step, in Unix seconds
@@ -218,7 +218,10 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Measurements of a finished request. Durations are measured from submission. Values that don't exist are None."""
+    """Measurements of a finished request.
+
+    Durations are measured from submission. Values that don't apply to the request are None.
+    """
 
     model: str  # id of the model
     at: float  # end of the request, in Unix seconds

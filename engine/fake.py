@@ -1,7 +1,8 @@
-"""Deterministic backends for tests. They don't use llama.cpp, and strictly check how they are used.
+"""Deterministic backends for tests.
 
-A token is a byte, and token 256 ends a generation. The next token is a hash of *the contents of the slot's KV cache*. A
-wrong position, a lost cell or swapped slots therefore change the generated text.
+The backends don't use llama.cpp, and strictly check that the engine calls them correctly. Each byte is a token, and
+token 256 ends generation. The next token is a hash of *the contents of the slot's KV cache*. A wrong position, a lost
+cell or swapped slots therefore change the generated text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CellToken = int | tuple[int, AdapterKey]
 
 
 class FakeVocabulary:
-    """A vocabulary with one token per byte of UTF-8."""
+    """A vocabulary with one token per UTF-8 byte."""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return list(text.encode())
@@ -47,7 +48,7 @@ class FakeVocabulary:
 class Cell:
     """A KV cell. Slots that share a cell hold the same object.
 
-    `token` is a pair if the cell was computed with adapters.
+    If the cell was computed with adapters, `token` is a pair of the token and the adapters' key.
     """
 
     __slots__ = ("token",)
@@ -184,7 +185,7 @@ class FakeBackend:
         return FakeCheckpoint(self.summaries[slot])
 
     def num_used(self) -> int:
-        """Return the number of distinct cells in all slots."""
+        """Return the number of distinct cells across all slots."""
         return len({id(cell) for cells in self.cells for cell in cells})
 
     # Decoding

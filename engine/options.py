@@ -1,4 +1,7 @@
-"""Options and capabilities for loading a model. They are validated on creation and can't be changed."""
+"""Options and capabilities for loading a model.
+
+All values are validated on creation and can't be changed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ KvLayout = Literal["auto", "unified", "partitioned"]
 class EngineOptions:
     """Options for loading a model and batching its requests. Raises InvalidRequest.
 
-    If an option is None, cellama chooses a value. If `cellama tune` was run for this model on this machine, its results
-    replace None for n_parallel, n_ubatch and threads, and "auto" for kv_layout (tuned_options.py).
+    If an option is None, cellama chooses a value. If `cellama tune` was run for this model on this machine, the tuning
+    results replace None for n_parallel, n_ubatch and threads, and "auto" for kv_layout (tuned_options.py).
     """
 
     n_parallel: int | None = None  # number of slots; the property `num_slots` has the number that is used
@@ -129,7 +132,7 @@ class EngineOptions:
 
     @property
     def logit_rows(self) -> int:
-        """The maximum number of tokens with logits in a decode call: one per slot, and some draft tokens."""
+        """The maximum number of tokens with logits in a decode call: one token per slot, plus draft tokens."""
         slots = self.num_slots
         rows = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
         return min(self.pass_tokens, rows)
@@ -170,7 +173,7 @@ class EngineOptions:
     def keeps_states(self) -> bool:
         """Whether KV states are saved to disk.
 
-        States are copied to RAM before they are written to disk, so this also requires a RAM quota.
+        States are copied to RAM before they are written to disk, so saving states to disk also requires a RAM quota.
         """
         return bool(self.cache_dir and self.cache_disk_bytes and self.saved_bytes and self.cache_prompt)
 
@@ -209,7 +212,7 @@ CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The capabilities with which a model is loaded, and the pooling of its embeddings."""
+    """The capabilities that a model is loaded with, and the pooling type of its embeddings."""
 
     capabilities: frozenset[Capability]
     pooling: Pooling = "mean"

@@ -1,4 +1,7 @@
-"""Requests: a prompt with sampling parameters and limits. They are validated on creation and can't be changed."""
+"""Requests: a prompt with sampling parameters and limits.
+
+Requests are validated on creation and can't be changed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def text_of_bytes(data: bytes) -> str:
 
 
 def with_texts(entry: TokenLogprob, token_bytes: Callable[[int], bytes]) -> TokenLogprob:
-    """Return a copy of the entry that also contains the texts of its tokens."""
+    """Return a copy of the entry that also contains the text of each token."""
     tops = tuple(text_of_bytes(token_bytes(token)) for token, _ in entry.top)
     return replace(entry, text=text_of_bytes(token_bytes(entry.token)), top_texts=tops)
 
@@ -162,7 +165,7 @@ class SamplingParams:
 
     @property
     def has_dry(self) -> bool:
-        """Whether DRY changes the logits (llama.h: llama_sampler_init_dry)."""
+        """Whether the DRY penalty changes logits (llama.h: llama_sampler_init_dry)."""
         return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
 
     @property
@@ -174,7 +177,7 @@ class SamplingParams:
 
     @property
     def keeps_by_min_p_alone(self) -> bool:
-        """Whether min_p is the only filter, so that the tokens don't need to be sorted."""
+        """Whether min_p is the only filter, in which case the tokens don't need to be sorted."""
         return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
 
     @property
@@ -184,7 +187,7 @@ class SamplingParams:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether sampling is greedy, and no other feature reads or changes the logits."""
+        """Whether sampling is greedy and no other feature reads or changes the logits."""
         changed = self.has_penalties or self.logit_bias or self.has_dry or self.min_tokens or self.logprobs is not None
         return self.is_greedy and not changed and not self.is_constrained
 
@@ -256,8 +259,8 @@ class Resumed:
 class Share:
     """The fairness key and weights that determine a request's share of the slots. Raises InvalidRequest.
 
-    Waiting requests with the same priority take turns by key, so that each key gets the same number of computed tokens
-    per weight. Slashes separate the levels of a key.
+    Waiting requests with the same priority take turns by key, so that each key's computed tokens are proportional to
+    its weight. Slashes separate the levels of a key.
     """
 
     key: str = ""
@@ -319,12 +322,12 @@ class Request:
 
     @property
     def called_mode(self) -> Mode:
-        """How the caller receives the text, for telemetry: at the end or in chunks."""
+        """How the caller receives the text: at the end or in chunks. This value is used for telemetry."""
         return self.mode or ("stream" if self.stream else "generate")
 
     @property
     def prefill_only(self) -> bool:
-        """Whether the request ends as soon as its prompt has been computed."""
+        """Whether the request finishes as soon as its prompt has been computed."""
         return self.max_tokens == 0
 
     @property

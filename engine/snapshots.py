@@ -20,7 +20,7 @@ class SourceDrafts:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The current state of an engine. Reading a snapshot never waits, not even during a step.
+    """The current state of an engine. Reading a snapshot never blocks, not even during a step.
 
     All counts start when the engine is created.
     """
@@ -76,7 +76,7 @@ class EngineSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EmbedderSnapshot:
-    """The current state of an embedder or reranker. Reading a snapshot never waits, not even during a step.
+    """The current state of an embedder or reranker. Reading a snapshot never blocks, not even during a step.
 
     All counts start when the embedder or reranker is created.
     """
@@ -166,7 +166,7 @@ class ManagerSnapshot:
     def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:
         """Return the totals for all parts of these models.
 
-        If a part doesn't have a figure, the figure counts as 0 for this part.
+        A figure that a part doesn't report counts as 0.
         """
         parts = [part for model in models for part in model.parts]
         names = [field.name for field in fields(cls) if field.name not in ("phase", "models")]

@@ -1,4 +1,4 @@
-"""The Celery tasks of cellama. You can import this package without llama.cpp and without a running Redis.
+"""Export cellama's Celery tasks. You can import this package without llama.cpp and without a running Redis.
 
 from cellama.tasks import generate
 generate.delay("tiny", "Once upon a time", max_tokens=64).get(timeout=60)["text"]

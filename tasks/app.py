@@ -1,4 +1,7 @@
-"""The Celery app of cellama. It reads the settings when they are first needed, not when this module is imported."""
+"""Define cellama's Celery app.
+
+The app reads the settings when they are first needed, not when this module is imported.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ EMBEDDING_JOBS = 16  # jobs in progress for a model that only embeds or reranks,
 
 
 class RefusalAwareConnection(Connection):  # type: ignore[misc]
-    """A connection whose channels raise RefusedForNow, and use the password of the Redis that `cellama up` runs."""
+    """A connection whose channels raise RefusedForNow and use the password of the Redis that `cellama up` runs."""
 
     credential_provider: Any
 
@@ -78,7 +81,7 @@ class BoundedEvents(Events):  # type: ignore[misc]
 
 
 class WorkerLogging(Logging):  # type: ignore[misc]
-    """Celery's logging, in cellama's format. Workers of other apps in the same process keep Celery's own format."""
+    """Logs Celery's messages in cellama's format. Other apps' workers in the same process keep Celery's own format."""
 
     def setup_logging_subsystem(self, *args: Any, **options: Any) -> Any:
         signals.setup_logging.connect(_set_up_logging)
@@ -100,7 +103,7 @@ class Worker(Protocol):
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
-    """A Celery app. In a worker process, it also holds the worker's runtime."""
+    """A Celery app. In a worker process, the app also holds the worker's runtime."""
 
     amqp_cls = RefusalAwareAMQP
     control_cls = "cellama.tasks.broker.control:PersistentControl"
@@ -124,7 +127,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
 
 def make_app(redis_url: str | None = None) -> CellamaApp:
-    """Return an app that sends its jobs to this Redis (default: `redis_url`). Celery's current app doesn't change."""
+    """Return an app that sends its jobs to this URL (default: `redis_url`). Celery's current app doesn't change."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
     new.templates = Templates()
@@ -136,7 +139,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
 
 
 def _check_libraries(sender: Any = None, **_: Any) -> None:
-    """Exit a starting worker with Exit.CONFIG if the installed libraries lack a part that cellama needs."""
+    """Exit with Exit.CONFIG when a worker starts, if the installed libraries lack a part that cellama needs."""
     if isinstance(sender.app, CellamaApp):
         try:
             require_parts()
@@ -163,7 +166,7 @@ def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
 
 
 def _remove_traceback_of_reject(record: logging.LogRecord) -> bool:
-    """Remove a Reject's traceback from a log record, because handing an attempt back is not a failure."""
+    """Remove a Reject's traceback from a log record, because returning a job to its queue is not a failure."""
     if record.exc_info and isinstance(record.exc_info[1], Reject):
         record.exc_info = None
     return True
@@ -246,10 +249,11 @@ def concurrency(settings: Settings) -> int:
 
 
 def num_jobs_of(model: ModelSettings, slots: int | None = None, capabilities: Collection[str] = ()) -> int:
-    """Return how many jobs of a model can be in progress: one per slot, or EMBEDDING_JOBS if it does not generate.
+    """Return how many jobs of a model can be in progress.
 
-    `slots` and `capabilities` describe the loaded model. By default, they are taken from the settings. A model without
-    capabilities in the settings counts as a generating model.
+    A model that generates text can run one job per slot, and any other model can run EMBEDDING_JOBS jobs. `slots` and
+    `capabilities` describe the loaded model. By default, they are taken from the settings. A model without capabilities
+    in the settings counts as a generating model.
     """
     if not {"generate", "chat"} & set(capabilities or model.capabilities or ("generate",)):
         return EMBEDDING_JOBS

@@ -89,7 +89,7 @@ class JobTask(Task):  # type: ignore[misc]
 
     @classmethod
     def bind(cls, app_: Any) -> Any:
-        """Bind the task to cellama's app, even if it is in the registry of another app (calls/canvas_steps.py)."""
+        """Bind the task to cellama's app, even if the task is in another app's registry (calls/canvas_steps.py)."""
         return super().bind(app)
 
     @property
@@ -107,10 +107,11 @@ class JobTask(Task):  # type: ignore[misc]
 
         With `idempotency_key`, a second call with the same key returns the job of the first call for as long as its
         result is kept. Keys are separate for each task and scope (`idempotency_scope`, or else `cache_scope`). If a key
-        was already used with different parameters, the call is refused. `fairness_key` names the tenant for which the
+        was already used with different parameters, the call is rejected. `fairness_key` names the tenant for which the
         job runs (docs/fair-share.md), by default the `cache_scope` or the setting `default_fairness_key`. Raises
-        InvalidJob, RedisFull or RedisUnreachable. An invalid step of a canvas does not raise, but fails on its own.
-        After RedisUnreachable, a call with `task_id=error.job_id` queues the job unless the first call already did.
+        InvalidJob, RedisFull or RedisUnreachable. An invalid next step of a canvas is recorded as failed, but raises no
+        error. After RedisUnreachable, a call with `task_id=error.job_id` queues the job unless the first call already
+        did.
         """
         require_parts(*PRODUCER_PARTS)
         is_next_step = is_sending_next_step()
@@ -237,7 +238,7 @@ class JobTask(Task):  # type: ignore[misc]
         return [job.job_id for job in jobs]
 
     def _check(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Checked:
-        """Check a call, and return its job with settled options. Raises InvalidJob."""
+        """Check a call, and return its job with resolved options. Raises InvalidJob."""
         settings = get_settings()
         job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
@@ -319,7 +320,7 @@ class JobTask(Task):  # type: ignore[misc]
         return self._call(args, kwargs, queue, priority, {}, fairness_key=key)
 
     def _payload_in_worker(self, args: Any, kwargs: Any) -> Any:
-        """Return the payload of the job that runs here.
+        """Return the payload of the job that this task is running.
 
         If the call sets no priority, the priority of the message applies. If the call sets no timeout, the default
         timeout from the settings applies.
@@ -329,7 +330,7 @@ class JobTask(Task):  # type: ignore[misc]
         return job.model_copy(update={"priority": priority, "timeout": timeout_of(kwargs, priority)})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Keep a chunk's journal for as long as results, because it contains the results of the chunk's lines."""
+        """Keep a chunk's journal for as long as results are kept, because it contains the lines' results."""
         if self.kind.keeps_journal and status == states.SUCCESS and self.app.runtime is not None:
             with contextlib.suppress(RedisError):  # the journal then expires as other journals do
                 self.app.runtime.ledger.keep_journal(task_id)
@@ -383,7 +384,7 @@ share_tasks(app, JobTask)
 
 @functools.cache
 def app_at(redis_url: str) -> CellamaApp:
-    """Return an app with its own tasks, which sends its jobs to this Redis.
+    """Return an app that has its own tasks and sends its jobs to this URL.
 
     Raises ValueError if the URL is not valid.
     """

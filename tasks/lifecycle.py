@@ -78,12 +78,15 @@ class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
     requires = ("cellama.tasks.broker.consumer:Intake",)
 
     def start(self, consumer: Any) -> None:
-        """Attach the runtime with the first connection. It remains attached when the consumer reconnects."""
+        """Attach the runtime when the consumer first connects.
+
+        The runtime remains attached when the consumer reconnects.
+        """
         _check_server(consumer.app)  # Redis may have been unreachable when the worker started
         consumer.app.runtime.attach(consumer)
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Announce the worker after the first turn of the event loop, when the worker receives commands."""
+        """Announce the worker after the event loop's first iteration, when the worker can receive commands."""
         hub.call_soon(consumer.app.runtime.announce)
 
 

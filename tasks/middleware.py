@@ -1,4 +1,4 @@
-"""Extension points of a worker: hooks around attempts, requests, steps and models (docs/how-to/middleware.md).
+"""Extension points for workers: hooks around attempts, requests, steps and models (docs/how-to/middleware.md).
 
 The built-in middlewares are metrics, traces, telemetry, service times and the signing of reasoning (`tasks/worker/`).
 The setting `middleware` names other middlewares by import path. Only workers use this module.
@@ -73,7 +73,7 @@ class AttemptContext:
 
 
 def context_of(task: Task, attempt: Attempt) -> AttemptContext:
-    """Return the context of an attempt that is starting at this task's current job."""
+    """Return the context for a new attempt at this task's current job."""
     request, delivery = task.request, task.request.delivery_info or {}
     priority, names = delivery.get("priority"), KINDS[task.name].positional
     return AttemptContext(
@@ -90,8 +90,8 @@ def context_of(task: Task, attempt: Attempt) -> AttemptContext:
 class Middleware:
     """The base class of middlewares, whose hooks do nothing. Override the hooks that you need.
 
-    An exception in a hook does not affect the job. It is logged once for each class and hook. Each hook blocks the
-    thread that calls it. The hook's docstring names this thread.
+    An exception in a hook does not affect the job. The exception is logged once for each class and hook. Each hook
+    blocks the thread that calls it. The hook's docstring names this thread.
     """
 
     def before_attempt(self, attempt: AttemptContext) -> None:
@@ -116,19 +116,19 @@ class Middleware:
         """
 
     def after_attempt(self, attempt: AttemptContext) -> None:
-        """Run when an attempt has ended and its last event is in Redis, on the job's thread.
+        """Run on the job's thread when an attempt has ended and its last event is in Redis.
 
-        The end has not been reported to Celery yet.
+        The outcome has not been reported to Celery yet.
         """
 
     def on_step(self, stats: StepStats) -> None:
         """Run for each step of each engine, on the telemetry thread.
 
-        A slow hook does not delay tokens, but it misses steps.
+        A slow hook does not delay tokens, but may miss steps.
         """
 
     def on_request(self, stats: RequestStats) -> None:
-        """Run for each finished request with its statistics, on the telemetry thread."""
+        """Run on the telemetry thread for each finished request, with the request's statistics."""
 
     def on_model_loaded(self, model_id: str, model: Model) -> None:
         """Run when the worker has loaded a model, before the model's first job."""
@@ -170,7 +170,7 @@ class Middlewares:
 
     @contextlib.contextmanager
     def around(self, attempt: AttemptContext, control: JobControl) -> Iterator[None]:
-        """Call the hooks before and after the attempt that runs in this block, and add its ids to log lines."""
+        """Call the hooks before and after the attempt that this block runs, and add the attempt's ids to log lines."""
         self.call(Middleware.before_attempt, attempt)
         self._attempts[attempt.record.run_id] = attempt
         with log_context(attempt.job_id, attempt.trace_id):
@@ -198,7 +198,7 @@ class Middlewares:
 def end_of(error: BaseException | None, interruption: Interruption | None) -> AttemptEnd:
     """Return how an attempt ended, based on the error that Celery receives and the reason for an interruption.
 
-    Ignore means that the end has already been reported to Celery, or that another attempt has taken over the job.
+    Ignore means that the outcome has already been reported to Celery, or that another attempt has taken over the job.
     """
     if error is None:
         return "success"
@@ -218,7 +218,7 @@ def load_middleware(path: str) -> Middleware:
 
 
 def imported(setting: str, path: str) -> Any:
-    """Return the object at the import path `package.module:name`, or an instance if it is a class.
+    """Return the object at the import path `package.module:name`, or an instance if the object is a class.
 
     Raises InvalidRequest, whose message names the setting.
     """

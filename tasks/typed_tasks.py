@@ -32,14 +32,14 @@ from .jobs import TASKS
 
 
 class BaseParams(TypedDict, total=False):
-    """Parameters of the parameters that all kinds of jobs have."""
+    """The parameters that all kinds of jobs have."""
 
     priority: int
     timeout: float | None
 
 
 class ReadingParams(BaseParams, total=False):
-    """Parameters of the parameters of jobs that prefill a prompt."""
+    """The parameters of jobs that prefill a prompt."""
 
     parent_key: str | None
     cache_scope: str
@@ -47,7 +47,7 @@ class ReadingParams(BaseParams, total=False):
 
 
 class GenerationParams(ReadingParams, total=False):
-    """Parameters of the parameters of jobs that generate text."""
+    """The parameters of jobs that generate text."""
 
     max_tokens: int
     temperature: float
@@ -94,7 +94,7 @@ class GenerationParams(ReadingParams, total=False):
 
 
 class ConversationParams(BaseParams, total=False):
-    """Parameters of the parameters of jobs whose prompt consists of chat messages."""
+    """The parameters of jobs whose prompt consists of chat messages."""
 
     system: str | None
     tools: Sequence[Tool]
@@ -105,7 +105,7 @@ class ConversationParams(BaseParams, total=False):
 
 
 class RepliedParams(ConversationParams, total=False):
-    """Parameters of a conversation in which the reply either follows the last message or continues it."""
+    """The parameters of jobs whose reply either follows the last message or continues the last message."""
 
     add_generation_prompt: bool
     continue_final_message: bool | None
@@ -251,7 +251,7 @@ class DetokenizeCall(DetokenizeParams, total=False):
 
 
 class DetokenizeTask(TypedTask[DetokenizeCall | DetokenizeParams, DetokenizeResult], Protocol):
-    """The text of a list of token ids."""
+    """Text decoded from a list of token ids."""
 
     def delay(
         self, model: str, tokens: list[int], **params: Unpack[DetokenizeParams]

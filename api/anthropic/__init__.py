@@ -1,4 +1,4 @@
-"""Convert Anthropic's request bodies into job parameters, and results and events into messages, without HTTP.
+"""Convert Anthropic request bodies into job parameters, and results and events into Anthropic messages, without HTTP.
 
-This package may import `tasks.contract`, `openai.parameters` for its `ParameterRule`, and `openai.answers`.
+This package may import `tasks.contract`, `openai.parameters` (only `ParameterRule`) and `openai.answers`.
 """

@@ -1,4 +1,4 @@
-"""Convert results into Anthropic's messages, and errors into Anthropic's error format."""
+"""Convert job results into Anthropic messages, and errors into Anthropic's error format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_TRIES = 8  # positions to try from the end, because the last ones may follo
 
 
 def completed(text: str) -> str:
-    """Close a truncated JSON text after its last complete member: `{"a": [1, {"b": "c` becomes `{"a": [1, {}]}`.
+    """Close truncated JSON after its last complete member: `{"a": [1, {"b": "c` becomes `{"a": [1, {}]}`.
 
-    A truncated string is dropped. Return `{}` if no member is complete.
+    A truncated string is dropped. Return `{}` if the JSON has no complete member.
     """
     positions: list[tuple[int, str]] = []  # where the text may be closed, and the closing brackets
     open_, in_text, at = "", False, 0
@@ -68,7 +68,7 @@ _OVERLOADED_CODES = ("overloaded", "queue_full")  # the load of the server, not 
 
 
 def status_for_clients(status: int, code: str | None) -> int:
-    """Return the status that Anthropic's API uses for this error."""
+    """Return the HTTP status that Anthropic's API uses for this error."""
     return OVERLOADED if code in _OVERLOADED_CODES else status
 
 
@@ -84,7 +84,7 @@ def error_object(status: int, message: str, request_id: str, code: str | None = 
 def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, Any]:
     """Return the token counts. Unlike in OpenAI's format, `input_tokens` excludes cached tokens.
 
-    All tokens are cached automatically and at no cost, so no tokens are reported as written to the cache.
+    Caching is automatic and free, so no tokens are reported as cache writes.
     """
     cached = usage["cached_tokens"]
     return {
@@ -99,7 +99,7 @@ def usage_of(usage: Mapping[str, Any], thinking_tokens: int = 0) -> dict[str, An
 def stop_of(end: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     """Return the stop reason for a result or a `done` event.
 
-    A timed-out answer is reported as `max_tokens`, like a truncated answer.
+    The stop reason for a timed-out answer is `max_tokens`, as for a truncated answer.
     """
     reason, sequence = end["finish_reason"], end.get("stop_sequence")
     if reason == "stop":
@@ -133,7 +133,7 @@ def message_of(
     thinking_tokens: int = 0,
     shows_reasoning: bool = True,
 ) -> dict[str, Any]:
-    """Return the body of a response that is not streamed."""
+    """Return the body of a non-streaming response."""
     answer = result["message"]
     content: list[dict[str, Any]] = []
     if answer.get("reasoning") is not None:
@@ -152,7 +152,7 @@ def message_of(
 def thinking_block(text: str, signature: str, is_shown: bool) -> dict[str, Any]:
     """Return a reasoning block.
 
-    If the text is hidden, the signature is also hidden, because the signature would not match the hidden text.
+    If the text is hidden, the signature is hidden as well, because a signature is valid only for its text.
     """
     return {"type": "thinking", "thinking": text if is_shown else "", "signature": signature if is_shown else ""}
 
@@ -173,7 +173,7 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
     """Return a call's arguments as an object. Partial arguments are completed as in Anthropic's SDK.
 
-    Arguments that can't be sent as JSON (1e999, half of a surrogate pair) are returned as text.
+    Other values, and the text of arguments that JSON can't represent (1e999, a lone surrogate), become `{"value": …}`.
     """
     if is_partial:
         arguments = completed(arguments)

@@ -1,4 +1,7 @@
-"""Convert Anthropic's request bodies and tools into job parameters. Functions raise InvalidJob."""
+"""Convert Anthropic request bodies and tools into job parameters.
+
+The functions in this module raise InvalidJob for invalid bodies.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
 
 
 def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return Anthropic's names for job parameters, except parameters that the body specifies under the job's name."""
+    """Return Anthropic's names for all job parameters that the body does not specify under the job's name."""
     names = {name: anthropic_name for name, anthropic_name in _ANTHROPIC_NAMES.items() if name not in body}
     return names | names_of_other_servers(PARAMETERS, body)
 
@@ -80,7 +83,7 @@ def _check_duplicates(unmapped: Mapping[str, Any], mapped: Mapping[str, Any]) ->
     """
     for name in unmapped.keys() & mapped.keys() - {"template_args"}:
         raise InvalidJob(
-            f"{name} is {shorten(unmapped[name])}, but {_ANTHROPIC_NAMES[name]} is also given; leave one out"
+            f"{name} is {shorten(unmapped[name])}, but {_ANTHROPIC_NAMES[name]} is also given; remove one of them"
         )
 
 
@@ -166,7 +169,7 @@ _ONLY_DIRECT = ["direct"]
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]]:
-    """Convert Anthropic's tools into tools of type `function`."""
+    """Convert Anthropic tools into job tools of type `function`."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {shorten(tools)}; it must be a list")
     return [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]

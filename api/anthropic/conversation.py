@@ -1,5 +1,6 @@
-"""Convert Anthropic's system prompt and turns into job messages. Functions raise InvalidJob.
+"""Convert Anthropic system prompts and conversation turns into job messages.
 
+The functions in this module raise InvalidJob for invalid conversations.
 Identical turns always become identical messages, so a reasoning signature is still valid when a client sends it back.
 """
 
@@ -105,7 +106,7 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return a single message, because a chat template has only one position each for reasoning, text and calls."""
+    """Return a single message, because chat templates have fixed positions for reasoning, text and calls."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     reasoning: dict[str, Any] = {}
@@ -124,7 +125,10 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, An
 
 
 def _reasoning(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the reasoning and its signature if they are not empty. Answers without reasoning have neither."""
+    """Return the reasoning and its signature if they are not empty.
+
+    Answers without reasoning don't have a signature.
+    """
     reasoning = {"reasoning": _string(block, "thinking", where)}
     if block.get("signature") is not None:
         reasoning["signature"] = _string(block, "signature", where)

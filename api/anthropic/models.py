@@ -1,4 +1,4 @@
-"""Convert model views into Anthropic's model objects and into list pages."""
+"""Convert model views into Anthropic model objects and pages of models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 def model_info(view: ModelView) -> dict[str, Any]:
     """Return a model object.
 
-    The display name is the model's id, and the creation time is the time at which it was loaded.
+    The display name is the model's id, and the creation time is the model's load time.
     """
     loaded_at = datetime.fromtimestamp(int(view.get("ready_at") or 0), UTC)
     ctx_per_slot = view.get("ctx_per_slot")

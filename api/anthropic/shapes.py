@@ -1,4 +1,4 @@
-"""The shapes of Anthropic's requests and responses, as accepted and returned by the gateway."""
+"""The Anthropic request and response shapes that the gateway accepts and returns."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ class Thinking(TypedDict):
 
 
 class OutputSchema(TypedDict):
-    """The JSON Schema that the text must follow."""
+    """The JSON Schema that the text must conform to."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(TypedDict, total=False):
-    """The reasoning effort for the chat template, and the text format."""
+    """The reasoning effort for the chat template, and the output format."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
 
@@ -209,7 +209,7 @@ class InputTokens(TypedDict):
 
 
 class AnthropicErrorDetails(TypedDict):
-    """The request's features that are not supported."""
+    """An error code, and the request's unsupported features."""
 
     error_code: str
     unsupported: list[str]
@@ -277,7 +277,7 @@ class SignatureDelta(TypedDict):
 
 
 class InputJsonDelta(TypedDict):
-    """A piece of JSON text from a call's input."""
+    """A piece of a tool call's JSON input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
@@ -299,7 +299,7 @@ class BlockStop(TypedDict):
 
 
 class MessageEnd(TypedDict):
-    """The reason why the message ended."""
+    """The reason the message ended."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None

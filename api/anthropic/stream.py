@@ -1,7 +1,7 @@
-"""Convert a job's events into the events of Anthropic's streams.
+"""Convert a job's events into Anthropic stream events.
 
-A stream consists of `message_start`, the consecutive blocks (`content_block_start`, `_delta`, `_stop`), `message_delta`
-with the usage, and `message_stop`. Reasoning precedes the text, and tool calls usually follow the text.
+A stream consists of `message_start`, one block after another (`content_block_start`, `_delta`, `_stop`),
+`message_delta` with the usage, and `message_stop`. Reasoning precedes the text, and tool calls usually follow the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REASONING = ("reasoning", "reasoning_end")
 
 @dataclass
 class MessageStream:
-    """Converts a job's events into the stream of one message, and keeps the stream's state between events."""
+    """Converts a job's events into the stream of one message, and tracks the stream's state between events."""
 
     message_id: str
     model: str
@@ -55,7 +55,10 @@ class MessageStream:
         return events
 
     def _start(self, prompt_tokens: int = 0) -> None:
-        """Start the message unless it has already started. The number of cached tokens is known only at the end."""
+        """Start the message unless it has already started.
+
+        The number of cached tokens is not known until the stream ends.
+        """
         if self._has_started:
             return
         self._has_started = True

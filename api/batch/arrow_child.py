@@ -1,9 +1,9 @@
 """Read and write Parquet and Arrow files in a separate process, so that the command doesn't keep pyarrow in memory.
 
-`arrow_process` starts this file by its path: `arrow_child.py read|write OPTIONS`, with the options as JSON. The process
-doesn't import any cellama module. The process exchanges JSON lines through stdin and stdout. `read` prints the column
-names, followed by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are objects with
-the member `error`.
+`arrow_process` runs this file as a script, `arrow_child.py read|write OPTIONS`, and passes the options as JSON. The
+process doesn't import any cellama module. The process exchanges JSON lines through stdin and stdout. `read` prints the
+column names, followed by each row as a list. `write` reads `[number, row]` for each row of the output. Errors are
+objects with the member `error`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Inference:
                 self._texts.add(name)
 
     def schema(self, embedding: str, last: list[str]) -> pyarrow.Schema:
-        """Return the schema. The columns in `last` come last and are included even if no row has them."""
+        """Return the inferred schema. The columns in `last` come last and are included even if no row has them."""
         names = [*(name for name in self.names if name not in last), *last]
         return pyarrow.schema([(name, self._type(name, embedding)) for name in names])
 
@@ -168,7 +168,7 @@ def write(options: dict[str, Any], stdin: BinaryIO) -> None:
 
 
 def without_dictionaries(schema: pyarrow.Schema) -> pyarrow.Schema:
-    """Return the schema with plain columns instead of dictionaries.
+    """Return the schema with plain columns instead of dictionary-encoded columns.
 
     An Arrow file allows only one dictionary per column.
     """
@@ -201,7 +201,7 @@ def merged(
             yield table.cast(schema)
         start += batch.num_rows
     if waiting is not None:
-        raise ValueError("the input has fewer rows than when it was read")
+        raise ValueError("the input has fewer rows than when the run first read it")
 
 
 def table_of(rows: list[dict[str, Any]], schema: pyarrow.Schema, embedding: str) -> pyarrow.Table:
@@ -209,7 +209,7 @@ def table_of(rows: list[dict[str, Any]], schema: pyarrow.Schema, embedding: str)
 
 
 def write_tables(options: dict[str, Any], schema: pyarrow.Schema, tables: Iterable[pyarrow.Table]) -> None:
-    """Write tables to a file in groups of rows."""
+    """Write tables to a file as row groups."""
     if options["format"] == "parquet":
         from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""Check a run's options, its input's encoding and its output's name before the run starts."""
+"""Check a run's options, input encoding and output name before the run starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_files(options: BatchOptions) -> OutputKind:
         raise InvalidJob(f"file {str(source)!r} not found; correct the path")
     kind = OutputKind("jsonl", "") if options.output == STANDARD else _check_target(options.output)
     if options.errors is not None and options.errors != STANDARD and not _check_target(options.errors).is_appended:
-        raise InvalidJob(f"errors can't be written to {str(options.errors)!r}, because they are JSON lines; use .jsonl")
+        raise InvalidJob(f"errors are JSON lines and can't be written to {str(options.errors)!r}; use a .jsonl file")
     _check_rows(options, kind)
     if isinstance(source, Path) and source.is_dir() and options.output.absolute().is_relative_to(source.absolute()):
         raise InvalidJob(f"{str(options.output)!r} is in the input directory; write the output to another directory")
@@ -67,7 +67,7 @@ def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
         if options.column is not None:
             raise InvalidJob("--column and --template can't be combined; insert the column into the template")
     if options.limit is not None and options.sample is not None:
-        raise InvalidJob("--limit and --sample can't be combined; leave one of them out")
+        raise InvalidJob("--limit and --sample can't be combined; remove one of them")
     for name, count in (("limit", options.limit), ("sample", options.sample)):
         if count is not None and count < 1:
             raise InvalidJob(f"{name}: {count} is not a valid number of rows; it must be at least 1")
@@ -75,8 +75,8 @@ def _check_rows(options: BatchOptions, kind: OutputKind) -> None:
         raise InvalidJob("--sample: stdin can be read only once; use a file, or --limit")
     if kind.is_table and options.params.get("n", 1) != 1:
         raise InvalidJob(
-            f"n: {options.params['n']} results of a line don't fit into one row of {str(options.output)!r}; write them "
-            "to a .jsonl file"
+            f"n: {options.params['n']} results per line don't fit into one row of {str(options.output)!r}; use a "
+            ".jsonl file"
         )
 
 

@@ -1,4 +1,4 @@
-"""Estimate a run's rows, tokens, time and disk space without starting it, and show its first prompt."""
+"""Estimate a run's rows, tokens, time and disk space without starting the run, and show the first prompt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RESULT_BYTES = 350  # of a result without its text, as JSON
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """An estimate of a run. Unknown tokens, times and sizes are None."""
+    """An estimate of a run. Token counts, times and sizes are None if they are unknown."""
 
     num_rows: int
     num_invalid: int
@@ -57,7 +57,7 @@ class DryRun:
 def dry_run(redis: Redis, app: CellamaApp, options: BatchOptions, on_read: OnRead = lambda count: None) -> DryRun:
     """Read and check the whole input, and estimate the run. Raises the same errors as a run.
 
-    The input is read into a temporary work file. No files are written next to the output, and no lines are run.
+    The input is read into a temporary work file. No files are written next to the output, and no lines are processed.
     """
     check_model(redis, options.model)
     check_files(options)
@@ -155,7 +155,7 @@ def _dimensions(redis: Redis, lines: Iterable[StoredLine]) -> int:
 
 
 def _seconds(redis: Redis, names: set[str], prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Return the seconds that all workers together need for these tokens, or None if no rate has been measured."""
+    """Return how many seconds all workers combined need for these tokens, or None if no rate has been measured."""
     prompts = completions = 0.0
     for model in _models(redis, names):
         for state in (model.get("engine"), model.get("embedder")):

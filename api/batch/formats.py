@@ -68,7 +68,7 @@ class OutputKind:
 
     @property
     def is_appended(self) -> bool:
-        """Return whether results are appended to the output as they arrive.
+        """Return whether the output format allows results to be appended as they arrive.
 
         Results in other formats are written when the run ends.
         """

@@ -1,4 +1,4 @@
-"""Run rows that are in memory: a pandas or polars DataFrame, an Arrow table, or a list of dictionaries or strings."""
+"""Run jobs for rows in memory: a pandas or polars DataFrame, an Arrow table, or a list of dictionaries or strings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_HASHED_BYTES = 1 << 20  # per read of the input file
 def run_rows(
     data: Any, output: str | Path | None, options: dict[str, Any], run: Callable[[BatchOptions], Summary]
 ) -> Any:
-    """Run rows, and return them with their results in an object of the same kind.
+    """Run each row as a job, and return the rows with their results in an object of the same kind.
 
     Without `output`, the results exist only in memory, and the run can't be resumed. Issues a warning if rows have
     failed. Raises the same errors as `run`.
@@ -109,7 +109,7 @@ def _result_of(path: Path, library: str) -> Any:
 
 
 def _nothing(data: Any, library: str) -> Any:
-    """Return an empty object of the input's kind, which is the result if no row has a result."""
+    """Return an empty object of the input's kind, for inputs without any results."""
     if not library:
         return []
     return data.slice(0, 0) if library == "pyarrow" else data.head(0)

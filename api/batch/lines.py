@@ -42,7 +42,7 @@ class RowMapping:
 
     The prompt is the filled `template` if there is one, otherwise the `column`, otherwise the only column except the
     id. If `id` is not set, a column in ID_COLUMNS is used if one exists. With `keeps_all`, results keep all columns, as
-    needed for tables.
+    tables require.
     """
 
     column: str | None = None
@@ -59,7 +59,7 @@ class RowMapping:
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A valid line. `params` contains its job's parameters, and line numbers start at 1."""
+    """A valid line. `params` contains the job's parameters, and line numbers start at 1."""
 
     number: int
     id: LineId
@@ -79,9 +79,9 @@ class BatchLine:
 
     @property
     def is_repeatable(self) -> bool:
-        """Return whether identical lines have the same result.
+        """Return whether identical lines always produce the same result.
 
-        Identical embedding, ranking and single greedy completion requests have the same result.
+        Identical requests produce the same result if they are embedding, ranking or greedy single-completion requests.
         """
         return self.kind in ("embed", "rerank") or (self._is_greedy and self.params.get("n", 1) == 1)
 
@@ -91,13 +91,13 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """Return a sort key. If two lines' prompts share a prefix, their sort keys also share a prefix."""
+        """Return a line's sort key. Lines whose prompts share a prefix have sort keys that share a prefix."""
         return _key_of(self.kind, self.params)[:MAX_KEY_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that can't become a job, with the reason."""
+    """A line that can't become a job, and the reason why."""
 
     number: int
     id: LineId | None
@@ -109,7 +109,7 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The default model and parameters for lines that don't set them."""
+    """The default model and the default parameters of a run's lines."""
 
     model: str | None
     params: Mapping[str, Any]
@@ -129,9 +129,9 @@ def read_lines(
 ) -> Iterator[BatchLine | BadLine]:
     """Yield each line or row of an input. A line whose job is larger than `max_bytes` becomes a BadLine.
 
-    If `chosen` is given, only the lines whose indexes it contains, counted from 0, are read. `check` is called with
-    each JSON line's number and object before the line is validated, and may raise an error. Raises InvalidJob if the
-    input does not have this format or lacks a column.
+    If `chosen` is given, only lines whose zero-based indexes are in `chosen` are read. `check` is called with each JSON
+    line's number and object before the line is validated, and may raise an error. Raises InvalidJob if the input does
+    not have this format or lacks a column.
     """
     if format_ == "jsonl" and mapping.id is not None and not mapping.is_given:
         raise InvalidJob(
@@ -236,7 +236,7 @@ def _from_object(number: int, value: Mapping[str, Any], defaults: Defaults, mapp
 
 
 def _for_table(line: BatchLine | BadLine) -> BatchLine | BadLine:
-    """Return a BadLine if a line has more than one result, because a row of the output has only one result."""
+    """Return a BadLine if a line asks for several results, because an output row can hold only one result."""
     if isinstance(line, BadLine):
         return line
     if line.kind == "rerank":
@@ -314,7 +314,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
 
 
 def _is_id(value: Any) -> bool:
-    """Return whether the value is a whole number, or a string that can be encoded (JSON allows lone surrogates)."""
+    """Return whether the value is an integer, or a string that UTF-8 can encode (JSON allows lone surrogates)."""
     if not isinstance(value, str):
         return isinstance(value, int) and not isinstance(value, bool)
     try:
@@ -356,7 +356,7 @@ def _id(value: Any) -> str | int:
 
 
 def _other_separator(names: list[str]) -> str:
-    """Return the character other than a comma that seems to separate columns, or "" if no such character is found."""
+    """Return the column separator if it does not seem to be a comma, otherwise ""."""
     return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), "")
 
 

@@ -21,7 +21,10 @@ MIN_ELAPSED_S = 1e-6  # by which a rate divides, because the clock may not have 
 
 @dataclass(slots=True)
 class Progress:
-    """A run's progress. The counts cover all commands of the run, but the rates cover only the current command."""
+    """A run's progress.
+
+    The counts include all commands that have processed the run, but the rates include only the current command.
+    """
 
     total: int = 0
     finished: int = 0
@@ -45,7 +48,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since this command started."""
+        """Return the number of seconds since this command started."""
         return time.monotonic() - self.started_at
 
     @property
@@ -60,12 +63,12 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Return the number of tokens per second that this command has generated."""
+        """Return this command's generation rate in tokens per second."""
         return self.generated / max(MIN_ELAPSED_S, self.seconds)
 
     @property
     def line_rate(self) -> float:
-        """Return the number of lines per second that this command has processed."""
+        """Return this command's processing rate in lines per second."""
         return self.ended / max(MIN_ELAPSED_S, self.seconds)
 
 
@@ -74,7 +77,7 @@ OutputForm = Literal["auto", "openai", "short"]
 
 
 class BatchParams(ChatParams, EmbedParams, total=False):
-    """The options of a run, and the parameters for lines that don't set them."""
+    """The options of a run, and the default job parameters for its lines."""
 
     model: str | None
     ordered: bool

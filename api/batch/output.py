@@ -1,4 +1,7 @@
-"""Write the results and errors of lines. Each output line is completely on disk before the work file counts it."""
+"""Write the results and errors of a run's lines.
+
+Each output line is fully written to disk before the work file counts the line as finished.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def _end_of_whole_lines(fd: int) -> int:
 
 
 def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
-    """Remove the lines for whose ids `drops` returns True.
+    """Remove the lines whose ids make `drops` return True.
 
     After a crash, either all or none of the selected lines are removed.
     """
@@ -113,7 +116,7 @@ def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
 
 
 def id_of(value: Mapping[str, Any]) -> Any:
-    """Return the id of an output line, which is in the `openai` or `short` format."""
+    """Return the id from an output line in the `openai` or `short` format."""
     return value.get("custom_id", value.get("id"))
 
 
@@ -143,7 +146,7 @@ def _body(line: StoredLine, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
-    """Return the token counts of an output line, which is in the `openai` or `short` format."""
+    """Return the token counts from an output line in the `openai` or `short` format."""
     if "response" not in value:
         usage = value.get("usage") or {}
         return {name: usage.get(name, 0) for name in TOKENS}
@@ -187,7 +190,7 @@ OutcomeList = list[tuple[StoredLine, dict[str, Any]]]  # lines with their result
 
 
 class Outcomes:
-    """Writes and counts each line's outcome exactly once. Only one thread uses an instance."""
+    """Writes and counts each line's outcome exactly once. Each instance is used by only one thread."""
 
     def __init__(
         self,
@@ -214,10 +217,10 @@ class Outcomes:
         self._merges = work.count(TWIN) > 0
 
     def save(self, results: OutcomeList, failures: OutcomeList) -> None:
-        """Write outcomes, and copy each outcome to the twins of its line.
+        """Write outcomes, and copy each outcome to the line's twins.
 
-        The output is written before the work file. After a crash between these writes, the next command reads the end
-        of the output.
+        The output is written before the work file. After a crash between these writes, the next command finds the
+        missing results at the end of the output.
         """
         self._write(results, failures, computed=results)
         if self._merges:
@@ -229,7 +232,10 @@ class Outcomes:
                     self._write([], [(twin, error) for twin in twins])
 
     def _write(self, results: OutcomeList, failures: OutcomeList, computed: OutcomeList | tuple[()] = ()) -> None:
-        """Write outcomes. Only the results in `computed` add to the token counts, because other results are copies."""
+        """Write outcomes.
+
+        Only the results in `computed` count toward the token totals, because other results are copies.
+        """
         tokens = {
             name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
             for name in TOKENS

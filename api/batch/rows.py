@@ -21,7 +21,7 @@ READ_BYTES = 1 << 16  # bytes of an oversized line to skip per read
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """A row with its values keyed by column. Row numbers start at 1."""
+    """A row's values, keyed by column. Row numbers start at 1."""
 
     number: int
     values: Mapping[str, Any]
@@ -29,7 +29,7 @@ class InputRow:
 
 @dataclass(frozen=True, slots=True)
 class BadInputRow:
-    """A row that can't be read, with the reason."""
+    """A row that can't be read, and the reason why."""
 
     number: int
     message: str

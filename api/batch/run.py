@@ -61,7 +61,7 @@ def check_model(redis: Redis, model: str | None) -> None:
         return
     close = difflib.get_close_matches(str(model), known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"models: {', '.join(known)}."
-    raise UnknownModel(f"no running worker has a model {model!r}; {hint} To load it, use `cellama models load`")
+    raise UnknownModel(f"no running worker serves the model {model!r}; {hint} To load it, use `cellama models load`")
 
 
 class Serving:
@@ -97,17 +97,17 @@ class Serving:
         return max((count for count, _ in self._models.values()), default=0)
 
     def of(self, model: str) -> tuple[int, int]:
-        """Return the number of workers that serve a model, and the number of lines that each runs in parallel."""
+        """Return the number of workers that serve a model, and the number of lines that each runs concurrently."""
         return self._models.get(model, (0, 0))
 
     def unknown(self) -> dict[str, UnknownModel]:
-        """Return the models that no worker has served for MODEL_TIMEOUT_S, each with the error for its lines."""
+        """Return the models that no worker has served for MODEL_TIMEOUT_S, mapped to the errors for their lines."""
         until = time.monotonic() - MODEL_TIMEOUT_S
         served = ", ".join(sorted(name for name in self._models if name != DEFAULT_MODEL)) or "none"
         return {
             model: UnknownModel(
-                f"no worker serves a model {model!r}; models: {served}. Load it with `cellama models load`, or correct "
-                "the line, and then run `cellama batch resume OUTPUT --retry-failed`"
+                f"no worker serves the model {model!r}; models: {served}. Load it with `cellama models load`, or "
+                "correct the line, and then run `cellama batch resume OUTPUT --retry-failed`"
             )
             for model, since in self._missing_since.items()
             if since <= until
@@ -140,8 +140,8 @@ class BatchRun:
     ) -> None:
         """Prepare a run.
 
-        `deadline_s` counts from now. With `ordered`, results are written in input order. Without `output`, results stay
-        in the work file, and the caller writes them to `output_path` afterwards.
+        `deadline_s` is relative to the current time. With `ordered`, results are written in input order. Without
+        `output`, results stay in the work file, and the caller writes them to `output_path` afterwards.
         """
         self._redis = redis
         self._app = app
@@ -218,7 +218,7 @@ class BatchRun:
                 room -= sent
 
     def _send_chunk(self, model: str, workers: int, slots: int) -> int:
-        """Send the next lines of a model as one chunk, and return the number of lines.
+        """Send a model's next lines as one chunk, and return the number of lines in the chunk.
 
         The last chunks are smaller so that all workers finish at about the same time.
         """
@@ -255,7 +255,9 @@ class BatchRun:
                 chunk.last_event_at = time.monotonic()
                 if not self._redis.exists(job_key(name), journal_key(name)):
                     log.warning(
-                        "chunk lost", chunk=name, detail="Redis no longer has the chunk; its lines are sent again"
+                        "chunk of bulk run lost",
+                        chunk=name,
+                        detail="the chunk is missing from Redis; its lines will be sent again",
                     )
                     self._end_chunk(name, tried=False)
 
@@ -333,7 +335,7 @@ class BatchRun:
     # Stopping
 
     def abandon(self) -> None:
-        """Cancel the lines in flight of a run that can't be resumed."""
+        """Cancel the in-flight lines of a run that can't be resumed."""
         with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
         self._report("cancelled")
@@ -343,7 +345,7 @@ class BatchRun:
             self._app.AsyncResult(name).revoke(terminate=True)
 
     def _stop(self, state: str) -> str:
-        """Cancel the lines in flight, and read the results of lines that have finished. Return `state`."""
+        """Cancel the in-flight lines, and read the results of lines that have finished. Return `state`."""
         self._report("cancelling" if state == "cancelled" else "finalizing")
         self._revoke_chunks()
         until = time.monotonic() + 10
@@ -364,7 +366,7 @@ class BatchRun:
         try:
             self._batches.write(self.id, state=state, output=str(self._output_path.absolute()), **progress, **facts)
         except RedisError as error:
-            log.warning("state of run not updated", run=self.id, detail=f"{error}; retrying in {REFRESH_S:g} s")
+            log.warning("run state not updated", run=self.id, detail=f"{error}; retrying in {REFRESH_S:g} s")
 
 
 def progress_of(work: WorkFile) -> Progress:

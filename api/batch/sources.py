@@ -21,7 +21,7 @@ Source = Path | str  # a string is a URL
 
 
 def name_of(source: Source) -> str:
-    """Return the name with which messages refer to an input."""
+    """Return the name that messages use for an input."""
     return "stdin" if source == STANDARD else repr(str(source))
 
 
@@ -50,7 +50,7 @@ def open_source(source: Source) -> Iterator[BinaryIO]:
             yield raw
         except (EOFError, gzip.BadGzipFile) as error:
             raise InvalidJob(
-                f"can't read {name_of(source)}: {error}; the file is damaged or not {compression}"
+                f"can't read {name_of(source)}: {error}; the file is damaged or is not in {compression} format"
             ) from None
 
 
@@ -93,7 +93,10 @@ class _ArrowZstd:
 
 
 def zstd_module() -> Any:
-    """Return an object whose `open` reads and writes zstd files. Raises InvalidJob if no such module is available."""
+    """Return an object whose `open` reads and writes zstd files.
+
+    Raises InvalidJob if neither Python nor pyarrow provides zstd.
+    """
     with contextlib.suppress(ImportError):
         return importlib.import_module("compression.zstd")  # Python 3.14
     with contextlib.suppress(ImportError):
@@ -123,6 +126,6 @@ def fingerprint_of(source: Source) -> str:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """Return the files in a directory and its subdirectories in sorted order, without hidden files."""
+    """Return a sorted list of the files in a directory and its subdirectories, without hidden files."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts))

@@ -169,7 +169,7 @@ def _fingerprint(options: BatchOptions) -> str:
 
 
 def _digest(options: BatchOptions, read_as: str) -> str:
-    """Return a digest of the options and the input, or "" if the input can't be compared, as is the case for stdin."""
+    """Return a digest of the options and the input, or "" for an input that can't be compared, such as stdin."""
     values = json.loads(_serialise(replace(options, deadline_s=None, keep_work=False)))
     if options.content:
         del values["input"]  # the name of a temporary file
@@ -199,7 +199,10 @@ def completed_run(redis: Redis, output: Path, options: BatchOptions | None = Non
 
 @contextlib.contextmanager
 def _traced(work: WorkFile) -> Iterator[None]:
-    """Trace the run. A resumed run's span is a child of the span that started the run."""
+    """Trace the run.
+
+    The span of a resumed run is a child of the original run's span.
+    """
     parent = {name: text for name in NAMES if (text := work.get(name))}
     with trace_span("batch run", parent) as carrier:
         if not parent:
@@ -209,7 +212,7 @@ def _traced(work: WorkFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(options: BatchOptions) -> Iterator[None]:
-    """Convert work file errors into OSError, the type of output errors."""
+    """Raise work file errors as OSError, like output errors."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -344,7 +347,7 @@ def _opened(options: BatchOptions) -> Iterator[InputData]:
 
 
 def _chosen(options: BatchOptions) -> Container[int] | None:
-    """Return the indexes of the rows that `--sample` draws, or None for all rows.
+    """Return the indexes of the rows that `--sample` selects, or None for all rows.
 
     This function reads the whole input.
     """
@@ -363,13 +366,13 @@ def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Pat
         raise InvalidJob(f"{name} has no lines; check that it is the right file")
     if (options.limit or options.sample) and work.drops_results():
         raise InvalidJob(
-            f"{str(paths.output)!r} has results of rows that --limit or --sample excludes; choose another output, or "
-            "remove the option"
+            f"{str(paths.output)!r} contains results of rows that --limit or --sample excludes; choose another output, "
+            "or remove the option"
         )
     if not work.keeps_results():
         raise InvalidJob(
-            f"{str(paths.output)!r} contains results of another run: none of them belongs to a line of {name} with "
-            "these parameters; choose another output, or use --overwrite to delete them"
+            f"{str(paths.output)!r} contains results of another run, which match no line of {name} with these "
+            "parameters; choose another output, or use --overwrite to delete these results"
         )
 
 
@@ -399,7 +402,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
     if output.size < known:
         output.close()
         raise InvalidJob(
-            f"{str(paths.output)!r} has lost results of this run; restore the file, or start over with --overwrite"
+            f"{str(paths.output)!r} no longer contains all results of this run; restore the file, or use --overwrite"
         )
     with work.transaction():
         _recover(work, output, known)
@@ -411,7 +414,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 def _recover(work: WorkFile, output: LineFile, start: int) -> None:
     """Mark lines as finished if their results are in the output after byte `start`.
 
-    After a crash, the output may contain results of lines that are not yet marked.
+    After a crash, the output may contain results of lines that are not yet marked as finished.
     """
     tokens = {name: int(work.get(name, "0")) for name in TOKENS}
     for value in output.lines(start):
@@ -443,7 +446,8 @@ def options_of(output: Path) -> BatchOptions:
         )
     if values.get("input") == str(STANDARD):
         raise InvalidJob(
-            "this run has read stdin; to resume it, pass the same lines to `cellama batch run - -o OUTPUT`"
+            "the input of this run came from stdin; to resume it, pass the same lines to "
+            "`cellama batch run - -o OUTPUT`"
         )
     if values.get("content"):
         raise InvalidJob("the rows of this run were passed from Python; to resume it, call `Client.batch` again")

@@ -53,7 +53,7 @@ def write_results(work: WorkFile, path: Path, kind: OutputKind, source: Source, 
 
 
 def _names_of_results(work: WorkFile) -> dict[str, str]:
-    """Return the result columns in order, as a mapping from each result's name to its column's name."""
+    """Return the result columns in order, as a mapping from result names to column names."""
     kinds = set(work.kinds())
     wanted = {*(_OF_TEXT if kinds - {"embed"} else ()), *(_OF_EMBEDDING if "embed" in kinds else ())}
     taken = {name for _, columns, _ in work.results() for name in columns}

@@ -1,4 +1,7 @@
-"""Insert a row's columns into a template, such as `Summarise: {title}`. Only whole columns are inserted."""
+"""Insert a row's columns into a template, such as `Summarise: {title}`.
+
+A placeholder contains a column name and never an expression.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from cellama.tasks.contract.errors import InvalidJob
 class RowTemplate:
     """A string with `{column}` placeholders.
 
-    `{{` and `}}` stand for braces. The text between braces is always a column name, so a template can neither read
-    attributes nor format values.
+    `{{` and `}}` stand for literal braces. The text between braces is always a column name, so a template can neither
+    read attributes nor format values.
     """
 
     def __init__(self, text: str) -> None:
@@ -39,7 +42,7 @@ class RowTemplate:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text. Missing values become empty, and lists and objects become JSON."""
+    """Return a value as text. Missing values become empty strings, and lists and objects become JSON."""
     if isinstance(value, (list, dict)):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else str(value)

@@ -35,7 +35,7 @@ _LINE = "number, id, form, kind, model, params, tries, place, state, columns, re
 
 
 class WorkFile:
-    """A run's lines with their states. Only one command at a time can open the file."""
+    """A run's lines and their states. Only one command at a time can open the file."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file, and lock it. Raises sqlite3.OperationalError if another command uses it."""
@@ -84,10 +84,10 @@ class WorkFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context manager within which the caller adds the whole input.
+        """Return a context manager in which the caller adds all of the input's lines.
 
         When the context ends, lines that are no longer in the input are deleted. If the context raises, the previously
-        read lines remain. The first reading is committed in several parts.
+        read lines remain. When the input is read for the first time, its lines are committed in several parts.
         """
         self._is_first_reading = self._db.execute("SELECT 1 FROM lines LIMIT 1").fetchone() is None
         self._had_results = self.count(FINISHED) > 0
@@ -98,11 +98,11 @@ class WorkFile:
             self._end_reading()
 
     def add(self, line: BatchLine, *, merge: bool = False) -> int | None:
-        """Add a line of the input.
+        """Add an input line.
 
         If an earlier line has the same id, add nothing, and return the earlier line's number. A line whose content has
-        not changed since an earlier reading keeps its state. With `merge`, the line copies the outcome of an earlier
-        line with the same content.
+        not changed since the input was last read keeps its state. With `merge`, the line copies the outcome of an
+        earlier line with the same content.
         """
         self._commit_regularly()
         line_id = _id_text(line.id)
@@ -221,7 +221,7 @@ class WorkFile:
         return untried or found[:1]
 
     def take(self, chunk: str, lines: Sequence[StoredLine]) -> None:
-        """Mark lines as being in flight in this chunk."""
+        """Mark lines as in flight in this chunk."""
         if self._pending is not None:
             self._pending.subtract(line.model for line in lines)
         rows = [(IN_FLIGHT, chunk, place, line.number) for place, line in enumerate(lines)]
@@ -244,7 +244,7 @@ class WorkFile:
         return [row[0] for row in self._db.execute("SELECT DISTINCT chunk FROM lines WHERE state = 1")]
 
     def line(self, chunk: str, place: int) -> StoredLine | None:
-        """Return the line in flight at this position in a chunk, or None if it already has an outcome."""
+        """Return the in-flight line at this position in a chunk, or None if the line already has an outcome."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 1 AND chunk = ? AND place = ?"
         row = self._db.execute(query, (chunk, place)).fetchone()
         return None if row is None else _stored(row)
@@ -270,7 +270,7 @@ class WorkFile:
         )
 
     def retry(self, line: StoredLine) -> None:
-        """Make a line in flight pending again, and count an attempt."""
+        """Make an in-flight line pending again, and count an attempt."""
         self._add_pending([line.model])
         self._db.execute(
             "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + 1 WHERE number = ?", (line.number,)
@@ -308,7 +308,7 @@ class WorkFile:
         return None if row is None else int(row[0])
 
     def held(self, limit: int, before: int | None = None) -> list[tuple[int, str]]:
-        """Return the number and outcome of each finished but unwritten line up to the line `before`, in order."""
+        """Return the number and outcome of each finished but unwritten line that precedes line `before`, in order."""
         query = (
             "SELECT number, outcome FROM lines WHERE outcome IS NOT NULL AND number < coalesce(?, number + 1) "
             "ORDER BY number LIMIT ?"
@@ -334,7 +334,7 @@ class WorkFile:
         return [_stored(row) for row in self._db.execute(query, (step, count))]
 
     def drop_outcomes(self, numbers: Iterable[int]) -> None:
-        """Delete lines' outcomes after they have been written to the output."""
+        """Delete the outcomes of lines whose results or errors have been written to the output."""
         self._db.executemany("UPDATE lines SET outcome = NULL WHERE number = ?", ((number,) for number in numbers))
 
     def shrink(self) -> None:

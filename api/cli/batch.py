@@ -1,4 +1,4 @@
-"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel the runs of all machines."""
+"""`cellama batch`: run and resume bulk runs on this machine, and list, show and cancel runs on all machines."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def batch_run_command(
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
-    """Run every row of a file. Run the same command again to resume an interrupted run.
+    """Run every row of a file as a job. Run the same command again to resume an interrupted run.
 
     Table rows become chats, prompts or embeddings, and the results are written with the input columns. Each JSON line
     is an object with "prompt", "messages" or "text", and optionally "id" and job parameters. With --column, --template

@@ -87,7 +87,7 @@ def _text_of(progress: Progress) -> str:
 
 
 def _rates(progress: Progress) -> list[str]:
-    """Return the lines per second, and also the tokens per second if the run generates text."""
+    """Return the rate in lines per second, and also in tokens per second if the run generates text."""
     lines = f"{progress.line_rate:.{0 if progress.line_rate >= 10 else 1}f} lines/s"
     return [lines, f"{progress.rate:.0f} tok/s"] if progress.generated else [lines]
 
@@ -110,7 +110,7 @@ def _numbers(progress: Progress) -> dict[str, Any]:
 
 
 def _events(to_stdout: bool) -> Console:
-    """Return the console for JSON about the run, which is stdout unless the results are written there."""
+    """Return the console that prints JSON about the run: stdout, or stderr if results are written to stdout."""
     return err if to_stdout else out
 
 

@@ -1,4 +1,4 @@
-"""`cellama cache`: list and remove KV states on disk, and explain what a job reused.
+"""`cellama cache`: list and remove KV states on disk, and explain how much of a job's prompt was reused.
 
 All commands except `explain` need neither a worker nor Redis.
 """
@@ -30,7 +30,7 @@ DirectoryOption = Annotated[
         "--dir", help="Directory that contains the KV states (default: the cache_dir setting).", show_default=False
     ),
 ]
-KeysArgument = Annotated[list[str], typer.Argument(help="Keys of KV states, or key prefixes of at least 8 digits.")]
+KeysArgument = Annotated[list[str], typer.Argument(help="Keys of KV states, or prefixes with at least 8 hex digits.")]
 
 
 def cache_list_command(directory: DirectoryOption = None, json: JsonOption = False) -> None:
@@ -88,7 +88,7 @@ def cache_clear_command(
     pinned: Annotated[bool, typer.Option("--pinned", help="Also remove pinned states.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete KV states from the disk.
+    """Delete KV states from disk.
 
     Running workers are not interrupted. Workers recompute deleted states when jobs need them.
 
@@ -109,7 +109,7 @@ def cache_explain_command(
     job_id: Annotated[str, typer.Argument(help="Id of a finished job or of a gateway response.")],
     json: JsonOption = False,
 ) -> None:
-    """Show how much of a job's prompt was reused, and where it differs from the conversation's earlier turns.
+    """Show how much of a job's prompt was reused, and where the prompt differs from the conversation's earlier turns.
 
     Example:  cellama cache explain msg_5f0c…
     """

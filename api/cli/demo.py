@@ -38,7 +38,7 @@ NEXT_STEPS = """\
 
 
 def demo_command() -> None:
-    """Run a demo of cellama: start Redis and a worker, stream a text, chat, and run jobs in bulk.
+    """Run a demo of cellama: start Redis and a worker, stream generated text, chat, and run jobs in bulk.
 
     Example:  cellama demo
     """

@@ -448,7 +448,7 @@ def persistence_finding(info: dict[str, Any]) -> Finding:
 
 
 def _problem(setting: str, info: dict[str, Any]) -> str | None:
-    """Return a Redis setting's problem in the words that workers log, without the remedy."""
+    """Return the problem with a Redis setting in the words that workers log, without the remedy."""
     return next((text.partition("; ")[0] for text in problems_of(info) if text.startswith(setting)), None)
 
 
@@ -556,7 +556,7 @@ class Port:
 
 
 def check_ports(settings: Settings) -> Iterable[Finding]:
-    """Check whether the ports of cellama's services are free, used by these services, or used by other programs."""
+    """Check whether each cellama service's port is free, used by that service, or used by another program."""
     choose = "if you use this service, choose another port with"
     ports = [
         Port("gateway", GATEWAY_PORT, "/health", '{"status":"ok"}', f"{choose} `cellama gateway --port`"),

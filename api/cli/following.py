@@ -23,9 +23,9 @@ PING_S = 1.0  # between two updates of the position of a job that produces no ou
 
 
 class SilenceTimeout:
-    """Limits how long a job may produce no output.
+    """Limits how long a job may go without producing output.
 
-    While a worker is serving the model, waiting for a slot does not count.
+    Time spent waiting for a slot does not count while a worker is serving the model.
     """
 
     def __init__(self, job_id: str, patience_s: float, *, allow_unserved: bool = False) -> None:
@@ -62,7 +62,10 @@ class SilenceTimeout:
         return f"job {self._job_id} is waiting: {position.ahead} job(s) ahead, {self._estimate(position, now)}"
 
     def _estimate(self, position: Position, now: float) -> str:
-        """Estimate when the job will get a slot. The estimate starts when the number of jobs ahead last changed."""
+        """Estimate when the job will get a slot.
+
+        The estimate counts down from the time at which the number of jobs ahead last changed.
+        """
         if not position.served:
             return "no worker serves its model"
         if position.eta_s is None:

@@ -55,10 +55,10 @@ def keys_create_command(
         bool, typer.Option("--admin", help="Allow the key's owner to see all tenants and manage keys in the console.")
     ] = False,
     requests_per_minute: Annotated[
-        int | None, typer.Option(help="Maximum number of requests in any 60 seconds.")
+        int | None, typer.Option(help="Maximum number of requests in any 60-second period.")
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens in any 60 seconds, including prompts.")
+        int | None, typer.Option(help="Maximum number of tokens, including prompts, in any 60-second period.")
     ] = None,
     concurrent_jobs: Annotated[int | None, typer.Option(help="Maximum number of simultaneous jobs.")] = None,
     expires_in: Annotated[
@@ -165,7 +165,7 @@ def keys_revoke_command(
 
 
 def _with_store(action: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
-    """Run an action on the keys in Redis, or on the keys in `file`, and return its result."""
+    """Run an action on the keys in Redis, or on the keys in `file`, and return the action's result."""
     return with_redis(lambda redis: action(KeyStore(redis, None if file is None else KeyFile(file))))
 
 
@@ -197,7 +197,10 @@ def _seconds_of(text: str | None) -> float | None:
 
 
 def with_redis(action: Callable[[Redis], Awaitable[_T]]) -> _T:
-    """Run an action with a connection to Redis, and return its result. Raises RedisUnreachable or RedisRefused."""
+    """Run an action with a connection to Redis, and return the action's result.
+
+    Raises RedisUnreachable or RedisRefused.
+    """
 
     async def run() -> _T:
         async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:

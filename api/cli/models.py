@@ -76,7 +76,7 @@ def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
     with Client() as client:
         models = {model["id"]: model for model in client.models()}
     if model_id not in models:
-        raise UnknownModel(f"no running worker has a model {model_id!r}; models: {', '.join(models) or 'none'}")
+        raise UnknownModel(f"no running worker serves the model {model_id!r}; models: {', '.join(models) or 'none'}")
     if json:
         print_json(models[model_id])
     else:

@@ -64,7 +64,7 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds an option for each job parameter to a command.
 
-    The command receives the parameters set by the user in the dictionary `params`.
+    The parameters that the user sets are passed to the command in the dictionary `params`.
     """
     return lambda command: _with_options(job, command, without)
 
@@ -94,7 +94,9 @@ def _read(name: str, value: Any) -> Any:
         try:
             value = Path(value[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(f"can't read the file in {value!r}: {error}", param_hint=_flag(name)) from None
+            raise typer.BadParameter(
+                f"can't read the file named by {value!r}: {error}", param_hint=_flag(name)
+            ) from None
     if name not in _JSON:
         return value
     try:

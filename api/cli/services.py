@@ -93,7 +93,9 @@ def up_command(
         typer.Option(min=1, max=65535, help="Loopback port for the OpenAI-compatible gateway (default: no gateway)."),
     ] = None,
 ) -> None:
-    """Run everything on this machine: a worker, Flower, and Redis unless one is reachable. Ctrl-C stops everything.
+    """Run everything on this machine: a worker, Flower, and Redis unless a Redis server is already reachable.
+
+    Ctrl-C stops everything.
 
     Example:  cellama up
     """
@@ -174,7 +176,7 @@ def check_http_installed() -> None:
 
 
 def is_reachable(url: str) -> bool:
-    """Return whether a Redis answers at this URL. Raises RedisRefused if Redis rejects the credentials."""
+    """Return whether a Redis server answers at this URL. Raises RedisRefused if Redis rejects the credentials."""
     try:
         with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
@@ -208,7 +210,7 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
     if not is_local:
         raise RedisUnreachable(
             f"Redis at {settings.redis_url_masked} does not answer, and `cellama up` can start Redis only on loopback; "
-            "start Redis there, or unset CELLAMA_REDIS_URL"
+            "start Redis at this URL, or unset CELLAMA_REDIS_URL"
         )
     with RedisServer.start(directory, port=port, password=where.password) as server:
         yield server

@@ -38,7 +38,7 @@ View = TypeVar("View")
 
 def status_command(
     job_id: Annotated[
-        str | None, typer.Argument(help="Show the state and estimated start of the job with this id.")
+        str | None, typer.Argument(help="Show the state and estimated start time of the job with this id.")
     ] = None,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
@@ -132,7 +132,7 @@ def _busy_slots(engine: dict[str, Any]) -> int:
 
 
 def _embedding_counts(model: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a model's embedding and reranking job counts, or None if it neither embeds nor reranks."""
+    """Return a model's embedding and reranking job counts, or None if the model neither embeds nor reranks."""
     parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
     return {name: sum(part.get(name, 0) for part in parts) for name in EMBED_FIELDS} if parts else None
 
@@ -146,7 +146,7 @@ def _coloured(text: str, value: float, high: float, very_high: float) -> str:
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
-    """Return the table of each worker, followed by the totals and the queues."""
+    """Return one table per worker, followed by the totals and the queues."""
     if status["live"]:
         tables = map(_worker_status, status["live"])
         return Group(*tables, *_totals(status["totals"], status["age_s"]), *_queue_lines(status))
@@ -207,7 +207,7 @@ def _difference(thing: dict[str, Any]) -> str:
 
 
 def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
-    """Return the totals over all workers, and the age of these values."""
+    """Return the totals across all workers, and the age of the workers' values."""
     hits = ", ".join(f"{totals[f'cache_hits_{kind}']} {name}" for kind, name in HITS.items())
     disk = f"; on disk: {totals['disk_saves']} written, {totals['disk_loads']} read" if totals["disk_saves"] else ""
     return [
@@ -330,7 +330,7 @@ def _queue_table(view: dict[str, Any], max_rows: int) -> Table:
 
 
 def _longest_waits(classes: dict[str, Any]) -> tuple[float, float]:
-    """Return the longest estimated wait and the longest wait so far, in seconds, over all classes with waiting jobs."""
+    """Return the longest estimated wait and the longest wait so far, in seconds, across classes with waiting jobs."""
     busy = [found for found in classes.values() if found["waiting"]]
     longest_eta_s = max((found["eta_s"] or 0.0 for found in busy), default=0.0)
     return longest_eta_s, max((found["oldest_s"] for found in busy), default=0.0)

@@ -41,7 +41,7 @@ def generate_command(
     patience: PatienceOption = 60.0,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
 ) -> None:
-    """Continue a prompt and stream the text.
+    """Continue a prompt and stream the generated text.
 
     Example:  cellama generate tiny "Once upon a time" --max-tokens 80
     """
@@ -100,7 +100,7 @@ def prefill_command(
 
     Example:  cellama prefill tiny "Once upon a time, in a land far away,"
 
-    To continue it:  cellama generate tiny " there was" --parent-key KEY
+    To continue the prefix:  cellama generate tiny " there was" --parent-key KEY
     """
     given: dict[str, Any] = {"fairness_key": fairness_key, **({} if system is None else {"system": system})}
     with Client() as client:

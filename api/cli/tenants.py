@@ -32,7 +32,7 @@ LimitArgument = Annotated[
 
 
 def tenants_list_command(json: JsonOption = False) -> None:
-    """List tenants that have jobs, received service in the last hour, or have a weight or a limit.
+    """List tenants that have jobs, were served in the last hour, or have a weight or a limit.
 
     Example:  cellama tenants list
     """
@@ -156,7 +156,7 @@ def tenants_set_weight_command(
 
 
 def tenants_set_limit_command(key: KeyArgument, limit: LimitArgument) -> None:
-    """Set how many of a tenant's jobs all workers together may hold at the same time, effective immediately.
+    """Set the maximum number of a tenant's jobs that all workers together may hold, effective immediately.
 
     Example:  cellama tenants set-limit acme 4
     """
@@ -171,7 +171,7 @@ def tenants_set_limit_command(key: KeyArgument, limit: LimitArgument) -> None:
 def queue_set_limit_command(
     model: Annotated[str, typer.Argument(help="Id of the model whose jobs are limited.")], limit: LimitArgument
 ) -> None:
-    """Set how many of a model's jobs all workers together may hold at the same time, effective immediately.
+    """Set the maximum number of a model's jobs that all workers together may hold, effective immediately.
 
     Example:  cellama queue set-limit tiny 8
     """

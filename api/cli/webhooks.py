@@ -64,7 +64,9 @@ async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
 
 
 def webhooks_list_command(json: JsonOption = False) -> None:
-    """List the endpoints with their tenants and events. An endpoint that has answered 410 is shown as off.
+    """List webhook endpoints with their tenants and events.
+
+    An endpoint that has responded with status 410 is shown as off.
 
     Example:  cellama webhooks list
     """

@@ -194,7 +194,7 @@ class AsyncClient:
         on_progress: OnProgress = lambda progress: None,
         **options: Unpack[BatchParams],
     ) -> object:
-        """Run every row as `Client.batch` does, but in another thread.
+        """Run a batch as `Client.batch` does, but in another thread.
 
         The thread that executes the run also calls `on_progress`. Cancelling this coroutine interrupts the run. To
         resume the run, call the method again with the same arguments.

@@ -1,4 +1,4 @@
-"""Explain how much of a job's prompt was reused, and where it differs from the conversation's earlier turns."""
+"""Explain how much of a job's prompt was reused, and where the prompt differs from the conversation's earlier turns."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ TextOf = Callable[[str, list[int]], str]  # returns the text of tokens of a mode
 
 
 def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
-    """Explain a finished job, which is identified by its own id or its answer's id. Raises UnknownJob."""
+    """Explain the cache use of a finished job, which is identified by its own id or its answer's id.
+
+    Raises UnknownJob.
+    """
     job_id = _job_of(redis, job_id)
     started, done = _ends_of(redis, job_id)
     usage, replay = done["usage"], started.get("replay", ReplayFields())
@@ -104,7 +107,7 @@ def explain(redis: Redis, job_id: str, text_of: TextOf) -> CacheExplanation:
 
 
 def _job_of(redis: Redis, named: str) -> str:
-    """Return the id of a job that is identified by its own id or the id of a gateway answer.
+    """Return a job's id, given the job's own id or the id of a gateway answer.
 
     A response that was not stored is found only if its request had neither an API key nor a `cache_salt`.
     """
@@ -123,7 +126,7 @@ def _ends_of(redis: Redis, job_id: str) -> tuple[StartedEvent, DoneEvent]:
     if len(events) < 2 or events[0]["type"] != "started" or events[1]["type"] != "done":
         raise UnknownJob(
             f"job {job_id} can't be explained: it is unknown, has not finished, or its events have expired; explain a "
-            "job within event_ttl_s after its end"
+            "job within event_ttl_s after the job has finished"
         )
     return events[0], events[1]
 

@@ -138,7 +138,7 @@ class Client:
     """Submits jobs to workers and controls workers through Redis. Threads can share a client.
 
     Every method raises RedisUnreachable if Redis does not answer, RedisRefused if Redis rejects a command, and
-    RedisFull if the memory of Redis is full.
+    RedisFull if Redis is out of memory.
     """
 
     def __init__(self, url: str | None = None) -> None:
@@ -285,7 +285,7 @@ class Client:
         fairness_key: str | None = None,
         **params: Unpack[TokenizeParams],
     ) -> Job[TokenizeResult]:
-        """Submit a text to convert into token ids. Raises the same errors as `generate`."""
+        """Submit text to convert into token ids. Raises the same errors as `generate`."""
         return self._submit(TASK_TOKENIZE, model, text, wait, idempotency_key, fairness_key, params)
 
     def detokenize(
@@ -356,10 +356,10 @@ class Client:
             return
         if not served:
             raise UnknownModel(
-                f"no worker is running, so none serves {model!r}; start one with `cellama up` or `cellama worker`, or "
-                "queue the job without a worker (--wait, or wait=True in Python)"
+                f"no worker is running, so no worker serves {model!r}; start one with `cellama up` or `cellama "
+                "worker`, or queue the job without a worker (--wait, or wait=True in Python)"
             )
-        raise UnknownModel(f"no running worker serves a model {model!r}; {model_hint(model, served)}")
+        raise UnknownModel(f"no running worker serves the model {model!r}; {model_hint(model, served)}")
 
     def job(self, job_id: str) -> Job[Result]:
         """Return the job with this id, for example `generate.delay(…).id`.
@@ -401,10 +401,10 @@ class Client:
         on_progress: OnProgress = lambda progress: None,
         **options: Unpack[BatchParams],
     ) -> object:
-        """Run every row of a file or of a table in memory, as `cellama batch run` does.
+        """Run every row of a file or an in-memory table as a job, as `cellama batch run` does.
 
         `input` is a path or URL, a pandas or polars DataFrame, a pyarrow Table, or an iterable of dictionaries or
-        texts. For a file, the call writes the output and returns a Summary. For rows in memory, the call returns the
+        strings. For a file, the call writes the output and returns a Summary. For rows in memory, the call returns the
         rows with their results in an object of the same kind, or in a list of dictionaries. Failed rows are omitted and
         cause a warning. If `output` is given, or `input` is a file, repeating the call resumes an interrupted run.
 
@@ -435,7 +435,7 @@ class Client:
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> Iterator[Event]:
-        """Yield the events of a job with a `seq` above `after`, up to and including the terminal event.
+        """Yield the events of a job whose `seq` is above `after`, up to and including the terminal event.
 
         Events that were already published come first, followed by new events as they arrive. The stream resumes
         automatically after a Redis outage of less than 15 s. With `ping`, a `ping` event is yielded after every `ping`
@@ -509,7 +509,7 @@ class Client:
             return open_jobs(self._redis, model, limit)
 
     def tenants(self) -> list[TenantShare]:
-        """Return the tenants that have jobs or a weight, or received service in the last hour (docs/fair-share.md)."""
+        """Return the tenants that have jobs or a weight, or were served in the last hour (docs/fair-share.md)."""
         with reaching_redis(self._url):
             return tenant_shares(self._redis)
 
@@ -520,12 +520,12 @@ class Client:
             if model not in known and not any(self._queue_depths([model]).values()):
                 queued = ", ".join(queued_models(self._redis)) or "none"
                 raise UnknownModel(
-                    f"no worker serves a model {model!r}, and no job is waiting for it; models with jobs: {queued}"
+                    f"no worker serves the model {model!r}, and no job is waiting for it; models with jobs: {queued}"
                 )
             return purge_queue(self._app, queue_name(model))
 
     def dead(self) -> list[DeadJob]:
-        """Return the dead jobs, latest first.
+        """Return the dead jobs, newest first.
 
         Dead jobs are no longer retried, because their workers crashed repeatedly.
         """
@@ -588,7 +588,7 @@ class Client:
     ) -> str:
         """Load a model on workers, and return the model's id when it is ready for jobs.
 
-        The model is loaded on all workers, on the workers of a `pool`, or on one `worker`. Workers that join the pool
+        The model is loaded on all workers, on the workers in a `pool`, or on one `worker`. Workers that join the pool
         later also load the model. With `model_id=None`, the client derives a unique id from the file name. `options`
         contains options as in a `[[models]]` table in the settings. `models()` returns the errors of workers that could
         not load the model. Raises UnknownWorker, JobTimeout, and JobFailed if no worker could load the model.
@@ -632,7 +632,7 @@ class Client:
         known = {model["id"] for worker in workers for model in worker.models}
         if model_id not in known:
             raise UnknownModel(
-                f"no running worker has a model {model_id!r}; models: {', '.join(sorted(known)) or 'none'}"
+                f"no running worker serves the model {model_id!r}; models: {', '.join(sorted(known)) or 'none'}"
             )
         found: dict[tuple[str, str, float, str], AdapterView] = {}
         for worker in workers:
@@ -702,8 +702,8 @@ class Client:
         """Return how much of a prompt or a chat's `messages` is in each worker's cache, and in which tier.
 
         The worker with the longest cached prefix comes first. The call does not wait for the engine and does not change
-        the cache. `params` takes the parameters of `prefill` except `parent_key`. A text may contain up to 100,000
-        characters. Pass longer texts as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and JobFailed.
+        the cache. `params` takes the parameters of `prefill` except `parent_key`. The text may contain up to 100,000
+        characters. Pass longer text as token ids. Raises InvalidJob, UnknownModel, UnknownWorker and JobFailed.
         """
         parse_job(KINDS[TASK_PREFILL].payload, (), (), {"model": model, "prompt": prompt, **params})
         model_id = None if model == DEFAULT_MODEL else model
@@ -731,12 +731,13 @@ class Client:
     def last_cache_hit(self, model_id: str) -> dict[str, CacheHit | None]:
         """Return how much of the most recently started job's prompt was in the cache, for each worker with the model.
 
-        A worker's value is None before its first job. The values come from the last heartbeats. Raises UnknownModel.
+        A worker's value is None before its first job. The values come from the workers' last heartbeats. Raises
+        UnknownModel.
         """
         found = {w.name: m.get("last_cache_hit") for w in self.workers() for m in w.models if m["id"] == model_id}
         if not found:
             raise UnknownModel(
-                f"no running worker has a model {model_id!r}; list the models with `cellama models list`"
+                f"no running worker serves the model {model_id!r}; list the models with `cellama models list`"
             )
         return found
 

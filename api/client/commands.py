@@ -41,7 +41,7 @@ class CommandTarget:
         with_model = [e.name for e in chosen if model_id is None or any(m["id"] == model_id for m in e.models)]
         if not with_model and self.worker is None:
             raise UnknownModel(
-                f"no running worker has a model {model_id!r}; list the models with `cellama models list`"
+                f"no running worker serves the model {model_id!r}; list the models with `cellama models list`"
             )
         return with_model or [entry.name for entry in chosen]
 

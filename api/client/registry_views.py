@@ -34,7 +34,7 @@ class ClassStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """The totals over all workers, and the queue of each model.
+    """The totals across all workers, and the queue of each model.
 
     The queues are read from Redis during the call. The workers' values come from their last heartbeats.
     """
@@ -112,7 +112,7 @@ def stats(
     waiting: Mapping[str, Mapping[str, Waiting]],
     eta_s: Callable[[str, Mapping[str, Waiting]], Mapping[str, float | None]],
 ) -> Stats:
-    """Return the totals over all workers, and the queues keyed by model.
+    """Return the totals across all workers, and the queues keyed by model.
 
     `depths` contains the number of messages in each queue, and `waiting` contains the jobs that are waiting for a slot,
     grouped by model and priority class. `eta_s` contains the estimated wait of a new job in each class, in seconds.

@@ -1,4 +1,4 @@
-"""The gateway, an HTTP server with OpenAI's, Anthropic's and Ollama's endpoints (docs/adr/016-gateway.md).
+"""The gateway, an HTTP server with OpenAI, Anthropic and Ollama endpoints (docs/adr/016-gateway.md).
 
 This package may import `client` and the packages that `client` imports, but no worker or engine code. Each package in
 this directory is a group of endpoints that must not import other groups.

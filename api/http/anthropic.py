@@ -18,7 +18,7 @@ VERSION, KEY = "anthropic-version", "x-api-key"
 def speaks_anthropic(request: Request) -> bool:
     """Return whether the client expects answers in Anthropic's format.
 
-    Anthropic clients send an API version with each request, or request a path below `/v1/messages`. For paths of
+    Anthropic clients send an API version with each request, or request a path below `/v1/messages`. For paths below
     `/v1/models`, a key in `x-api-key` also identifies an Anthropic client.
     """
     path = path_in_app(request.scope)

@@ -64,7 +64,8 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     from the same caller. Raises SettingsError.
 
     The app's lifespan resumes batches, delivers webhooks, and closes connections on shutdown. Servers do not run the
-    lifespan of a mounted app, so the outer app must run it: `async with app.router.lifespan_context(app)`.
+    lifespan of a mounted app, so the outer app must run the gateway's lifespan: `async with
+    app.router.lifespan_context(app)`.
     """
     settings, access = settings or get_settings(), access or NoKeys()
     gateway, runner = Gateway(settings, access), batches.BatchRunner(settings)

@@ -54,9 +54,9 @@ class Caller:
             )
 
     def check_adapters(self, choice: Any) -> None:
-        """Raise ApiError (403) if a body's `adapters` contain a forbidden adapter, whether or not it is loaded.
+        """Raise ApiError (403) if a body's `adapters` contain a forbidden adapter, even if it isn't loaded.
 
-        Invalid values pass this check, because the job's payload rejects such values with its own message.
+        Invalid values pass this check, because the job's payload reports its own error for such values.
         """
         if (name := self.adapter_not_allowed(choice)) is not None:
             allowed = ", ".join(sorted(self.adapters or ())) or "none"
@@ -107,8 +107,7 @@ class Admission(Protocol):
     async def end(self, num_tokens: int | None) -> None:
         """Settle the charge once, after all of the request's jobs have finished, failed or been cancelled.
 
-        `num_tokens` is the number of tokens that the jobs used. If this number is unknown (None), the estimate is
-        charged.
+        `num_tokens` is the number of tokens that the jobs used. If `num_tokens` is None, the estimate is charged.
         """
         ...
 
@@ -145,7 +144,7 @@ class Unlimited:
 class NoKeys:
     """Accepts every request, and treats all requests as sent by one caller without a tenant.
 
-    Use this class only on loopback or behind another app.
+    Use this class only for a gateway that is on loopback or behind another app.
     """
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
@@ -172,7 +171,7 @@ class LoopbackOnly(NoKeys):
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         host = headers.get("host", "")
         if not is_loopback(_name_of(host)):
-            raise ApiError(403, f"{_WITHOUT} was addressed to {shorten(host)}; use 127.0.0.1, or {CREATE_KEY}")
+            raise ApiError(403, f"{_WITHOUT} was addressed to host {shorten(host)}; use 127.0.0.1, or {CREATE_KEY}")
         if any(name in headers for name in _FORWARDED):
             raise ApiError(403, f"{_WITHOUT} came through a proxy; {CREATE_KEY}")
         return await super().authenticate(headers)

@@ -1,7 +1,7 @@
 """Run the gateway's background work, which consists of blocking calls in thread pools and polling loops.
 
-Each kind of blocking work has its own thread pool. Job queueing uses the event loop's default executor, so slow disks,
-slow name servers and large bodies never delay it.
+Each kind of blocking work has its own thread pool. Job queueing uses the event loop's default executor, so it is never
+delayed by slow disks, slow name servers or large bodies.
 """
 
 from __future__ import annotations

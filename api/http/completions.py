@@ -118,7 +118,7 @@ def parse_completion(parsed: ParsedRequest, url: str, model: ModelView) -> Compl
         raise wrong(error, names) from None
     for name, instead in (("priority", "service_tier"), ("cache_scope", "cache_salt")):
         if name in params:
-            raise ApiError(400, f"{name} is not supported here; use {instead}", param=name)
+            raise ApiError(400, f"{name} is not supported by this endpoint; use {instead}", param=name)
     del params["model"]
     content = params.pop("messages" if url == CHAT else "prompt")
     params |= {"stream": is_stream, **parsed.params_of_caller()}

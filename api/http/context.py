@@ -39,7 +39,7 @@ class RequestContext:
         self._num_bytes += num_bytes
 
     def hand_over(self) -> Admission:
-        """Return the admission. The caller of this method becomes responsible for settling it."""
+        """Return the admission. The caller of this method becomes responsible for settling the admission."""
         admission, self.admission = self.admission, Unlimited()
         return admission
 
@@ -55,7 +55,7 @@ class RequestContext:
 def in_time(receive: Receive, timeout_s: float) -> Receive:
     """Return a `receive` that raises ApiError (408) for a body that arrives too slowly.
 
-    A body may be up to `timeout_s` seconds later than it would be at a rate of MIN_BYTES_PER_S. Only the time spent
+    A body may arrive up to `timeout_s` seconds later than it would at a rate of MIN_BYTES_PER_S. Only the time spent
     waiting for the client counts.
     """
     remaining_s, is_complete = timeout_s, False
@@ -96,7 +96,7 @@ def check_load(gateway: Gateway) -> None:
     if gateway.counts.num_in_flight > limit:
         raise ApiError(
             503,
-            f"{limit} requests are in progress, which is the limit (gateway_max_requests); retry soon",
+            f"{limit} requests are in progress, the maximum (gateway_max_requests); retry shortly",
             code="overloaded",
             retry_after_s=BUSY_RETRY_S,
         )

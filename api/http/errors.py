@@ -1,4 +1,4 @@
-"""Convert every error into an HTTP status and OpenAI's error object."""
+"""Convert every error into an HTTP status and an OpenAI error object."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ApiError(Exception):
 def not_found(kind: str, object_id: str) -> ApiError:
     """Return a 404 error.
 
-    An object that has expired or belongs to another tenant has the same error as an unknown object.
+    An object that has expired or belongs to another tenant causes the same error as an unknown object.
     """
     return ApiError(404, f"{kind} {shorten(object_id)} does not exist, or has expired", code="not_found")
 
@@ -132,12 +132,12 @@ def key_reused() -> ApiError:
 
 
 def of_job(error: JobError) -> ApiError:
-    """Return the error of a request whose job failed or could not be queued."""
+    """Return the error for a request whose job failed or could not be queued."""
     return of_code(error.code, str(error), retryable=error.retryable)
 
 
 def status_of_code(code: str) -> int:
-    """Return the HTTP status with which the gateway reports a job error with this code."""
+    """Return the HTTP status that the gateway uses for job errors with this code."""
     status = meaning_of(code).http_status
     return _STATUSES.get(status, status)
 
@@ -146,7 +146,7 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     """Return the error for a job's error code (docs/reference/errors.md)."""
     client_message = message_for_clients(code, message)
     if client_message != message:
-        log.warning("error message replaced for client", code=code, detail=message)
+        log.warning("internal error details hidden from client", code=code, detail=message)
     status = status_of_code(code)
     retry = RETRY_AFTER_S if retryable and status in (429, 503, 507) else None
     return ApiError(status, client_message, code=RENAMED_CODES.get(code, code), retry_after_s=retry)

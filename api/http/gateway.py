@@ -112,7 +112,7 @@ class BodyMemory:
             raise ApiError(
                 503,
                 f"the bodies of all requests use {of_all} bytes of memory, and the limit is {self._max_bytes} "
-                "(gateway_bodies_bytes); retry soon",
+                "(gateway_bodies_bytes); retry shortly",
                 code="overloaded",
                 retry_after_s=BUSY_RETRY_S,
             )
@@ -125,7 +125,7 @@ class BodyMemory:
 
 
 class RequestCounts:
-    """Counts requests and tokens for Prometheus since the app was created. Use this class only in the event loop."""
+    """Counts requests and tokens since the app was created, for Prometheus. Use this class only in the event loop."""
 
     def __init__(self) -> None:
         self._meter = Meter()

@@ -83,7 +83,7 @@ def parse_message(parsed: ParsedRequest, model: ModelView) -> MessageRequest:
     tier, is_stream, names = parsed.tier(), flag(parsed.body, "stream"), callers_names(parsed.body)
     for name, instead in _INSTEAD.items():
         if name in parsed.body:
-            raise ApiError(400, f"{name} is not supported here; use {instead}", param=name)
+            raise ApiError(400, f"{name} is not supported by this endpoint; use {instead}", param=name)
     try:
         body = parse_body({name: value for name, value in parsed.body.items() if name not in _GATEWAY_PARAMETERS})
     except InvalidJob as error:

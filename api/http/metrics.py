@@ -41,7 +41,7 @@ async def _check_local(request: Request) -> None:
         with contextlib.suppress(ApiError):
             await LoopbackOnly().authenticate(request.headers)
             return
-    raise ApiError(403, f"/metrics is not available to this request; {RULE}")
+    raise ApiError(403, f"/metrics does not accept this request; {RULE}")
 
 
 ROUTES = (Route("/metrics", metrics, methods=["GET"]),)

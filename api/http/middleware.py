@@ -1,4 +1,4 @@
-"""Middleware that adds ids, contexts and spans to all requests, and counts the requests."""
+"""Middleware that assigns an id and a context to each request, traces POST requests, and counts all requests."""
 
 from __future__ import annotations
 

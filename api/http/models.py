@@ -91,7 +91,7 @@ async def ready(request: Request) -> Response:
     """Handle `GET /ready`, which succeeds if Redis answers and a model on a worker accepts jobs."""
     try:
         is_ready = bool(await gateway_of(request).models(EVERY_MODEL))
-        reason = "no worker has a model that accepts jobs; load one, or start a worker"
+        reason = "no worker has a model that accepts jobs; load a model, or start a worker"
     except JobError as error:
         is_ready, reason = False, of_job(error).message
     if not is_ready:

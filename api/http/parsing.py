@@ -219,7 +219,7 @@ async def read(request: Request, body_types: Collection[str] = (BODY_TYPE,)) -> 
 
 
 async def read_of(request: Request, caller: Caller, body_types: Collection[str] = (BODY_TYPE,)) -> ParsedRequest:
-    """Parse the body of a charged request of this caller. Raises ApiError or ClientDisconnect."""
+    """Parse the body of a request that has been charged to this caller. Raises ApiError or ClientDisconnect."""
     context = context_of(request)
     _check_type(request, body_types)
     parts = await _parts(request, context.gateway.settings.gateway_max_body_bytes, caller, context)
@@ -253,8 +253,7 @@ async def _parts(request: Request, limit: int, caller: Caller, context: RequestC
     if size > limit:
         raise ApiError(
             413,
-            f"the body has more than {limit} bytes, which is the limit; send a smaller body, or raise "
-            "gateway_max_body_bytes",
+            f"the body has more than {limit} bytes, the maximum; send a smaller body, or raise gateway_max_body_bytes",
         )
     return parts
 
@@ -289,7 +288,7 @@ _IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in chunks, s
 
 
 def count_values(raw: bytes, limit: int) -> int:
-    """Return the number of values in a JSON text, or an upper bound if the bound does not exceed the limit.
+    """Return the number of values in a JSON document, or an upper bound if the bound does not exceed the limit.
 
     Counting stops as soon as the limit is exceeded. Strings are skipped only if their commas and brackets could affect
     the result.
@@ -350,7 +349,7 @@ def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
 def within_limit(limit: int | None, max_tokens: int, num_answers: int = 1) -> int:
     """Return the default for max_tokens if the caller has a limit.
 
-    All answers of the request together may use up to a quarter of the limit, so that one request does not exhaust it.
+    The request's answers combined may use up to a quarter of the limit, so that one request does not exhaust it.
     """
     if limit is None:
         return max_tokens

@@ -30,7 +30,7 @@ def canonical_path(path: str, names: Iterable[str]) -> str:
 
 
 def path_in_app(scope: Scope) -> str:
-    """Return a request's path without the path under which the app is mounted."""
+    """Return a request's path without the app's mount path."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 

@@ -61,9 +61,9 @@ class RunningJobs:
     ) -> None:
         """Take over the request's charge.
 
-        `model` is the model name in the jobs. Jobs that don't report their usage are charged for the estimated tokens.
-        `names` maps job parameters to the names that the caller used. The mapping is needed for errors that a worker
-        reports.
+        `model` is the model name that the jobs use. Jobs that don't report their usage are charged for the estimated
+        tokens. `names` maps job parameters to the names that the caller used. The mapping is needed for errors that a
+        worker reports.
         """
         self.parsed = parsed
         self.model = model
@@ -83,7 +83,7 @@ class RunningJobs:
         return dict(self._admission.headers)
 
     def answer(self, body: Mapping[str, Any]) -> JSONResponse:
-        """Return the response to a request that is not streamed."""
+        """Return the response to a non-streaming request."""
         return JSONResponse(body, headers={**self.headers, **warning_headers(body)})
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
@@ -92,7 +92,7 @@ class RunningJobs:
         await self._admission.reserve(num_tokens, num_jobs)
 
     async def submit(self, *calls: Call) -> None:
-        """Queue one job per call. Raises ApiError, and InvalidJob if the body is invalid."""
+        """Queue one job for each of `calls`. Raises ApiError, and InvalidJob if the body is invalid."""
         key = self.parsed.idempotency_key
         for index, call in enumerate(calls):
             job_key = key if key is None or len(calls) == 1 else f"{key} {index}"
@@ -220,8 +220,8 @@ class RunningJobs:
     async def wait(self) -> int:
         """Wait until all jobs have finished. Return the number of reasoning tokens in the jobs' events.
 
-        Raises ApiError. Results are stored longer than events. The events may therefore have expired if a request is
-        repeated with its idempotency key.
+        Raises ApiError. Results are stored longer than events. The events may therefore have expired when a request is
+        repeated with the same idempotency key.
         """
         num_tokens = 0
         try:
@@ -264,7 +264,7 @@ class RunningJobs:
     async def _settle(self) -> None:
         """Wait until the jobs have finished, and replace the charge with their actual token usage.
 
-        Cancelled jobs finish soon.
+        Cancelled jobs finish quickly.
         """
         unfinished = [index for index in range(len(self.jobs)) if index not in self._ended]
         num_tokens = None
@@ -302,7 +302,7 @@ class JobsRequest(ABC):
 
     @property
     def num_jobs(self) -> int:
-        """The number of texts that the jobs will generate."""
+        """The number of answers that the jobs will generate."""
         return 1
 
     @property
@@ -320,7 +320,7 @@ class JobsRequest(ABC):
 
     @abstractmethod
     async def body(self, running: RunningJobs) -> dict[str, Any]:
-        """Return the response body for a request that is not streamed."""
+        """Return the response body for a non-streaming request."""
 
     @abstractmethod
     def frames(self, running: RunningJobs, events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[bytes, None]:
@@ -438,7 +438,7 @@ async def _disconnected(request: Request) -> None:
 def warning_headers(answer: Mapping[str, Any]) -> dict[str, str]:
     """Return the header that contains an answer's `warnings` as a JSON array in ASCII.
 
-    If the warnings are too long, the last warnings are replaced by their number.
+    If the warnings are too long, the last warnings are replaced by a count of the omitted warnings.
     """
     warnings: list[str] = answer.get("warnings", [])
     if not warnings:

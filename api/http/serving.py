@@ -18,11 +18,11 @@ from .keys import key_access
 
 
 def protocol_of(head_timeout_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol with a timeout for each request's head.
+    """Return a uvicorn protocol class with a timeout for each request's head.
 
-    A connection is closed if the head of its first request takes longer than `head_timeout_s`. For later requests, the
-    timeout starts at the first byte of the head. If a request is answered early, the same time limit applies to the
-    rest of its body.
+    A connection is closed if the head of its first request takes longer than `head_timeout_s` to arrive. For later
+    requests, the timeout starts at the first byte of the head. If a request is answered early, the same time limit
+    applies to the rest of the request's body.
     """
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

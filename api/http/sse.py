@@ -20,7 +20,7 @@ EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"  # media type
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
-    """Return a frame. `event` is the name of the event, for clients that need this name."""
+    """Return a frame. `event` is the event's name, for clients that require event names."""
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
@@ -28,7 +28,7 @@ def frame(data: Any, event: str | None = None) -> bytes:
 def keep_alive(wait: str | None = None) -> bytes:
     """Return a comment that keeps a stream open.
 
-    While the stream's job is waiting, the comment is the text of `Gateway.wait_of`.
+    While the stream's job is waiting, the comment is the text that `Gateway.wait_of` returns.
     """
     return f": {wait or 'keep-alive'}\n\n".encode()
 

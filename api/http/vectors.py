@@ -54,7 +54,7 @@ async def rerank(request: Request) -> Response:
 
 async def _model(parsed: ParsedRequest) -> str:
     if "priority" in parsed.body:
-        raise ApiError(400, "priority is not supported here; use service_tier", param="priority")
+        raise ApiError(400, "priority is not supported by this endpoint; use service_tier", param="priority")
     return parsed.name_of(await parsed.gateway.find_model(parsed.caller, parsed.body.get("model")))
 
 

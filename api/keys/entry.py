@@ -106,12 +106,12 @@ class KeyEntry(BaseModel):
         description="whether the key's owner may see all tenants and manage keys in the console; default: false",
     )
     requests_per_minute: int | None = Field(
-        default=None, ge=1, description="maximum number of requests in any 60 s; default: no limit"
+        default=None, ge=1, description="maximum number of requests in any 60-second period; default: no limit"
     )
     tokens_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="maximum number of prefilled and generated tokens in any 60 s; default: no limit",
+        description="maximum number of prefilled and generated tokens in any 60-second period; default: no limit",
     )
     concurrent_jobs: int | None = Field(
         default=None, ge=1, description="maximum number of simultaneous jobs; default: no limit"
@@ -121,14 +121,16 @@ class KeyEntry(BaseModel):
         default=None, description="expiry time, with a time zone; default: the key never expires"
     )
     revoked_at: AwareDatetime | None = Field(
-        default=None, description="time from which the key is revoked, with a time zone"
+        default=None, description="time at which the key is revoked, with a time zone; default: the key is not revoked"
     )
 
     @field_validator("tenant")
     @classmethod
     def _check_tenant(cls, tenant: str) -> str:
         if not TENANT.fullmatch(tenant):
-            raise ValueError("it must be 1 to 64 letters (a to z), digits and . _ @ -, starting with a letter or digit")
+            raise ValueError(
+                "the value must be 1 to 64 letters (a to z), digits and . _ @ -, starting with a letter or digit"
+            )
         return tenant
 
     @model_serializer(mode="wrap")

@@ -48,9 +48,9 @@ class KeyFile:
             self._version = version
             try:
                 self._entries = read_keys(self._path)
-                log.info("key file read", path=str(self._path), num_keys=len(self._entries))
+                log.info("key file loaded", path=str(self._path), num_keys=len(self._entries))
             except SettingsError as error:
-                log.error("key file not read", detail=f"{error}; the previous keys stay valid")
+                log.error("key file not loaded", detail=f"{error}; the previously loaded keys remain valid")
         return self._entries
 
     def _file_version(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class KeyLookup:
 
 
 class KeyStore:
-    """Reads and writes the API keys in Redis, or reads them from a file. Methods raise RedisError."""
+    """Reads and writes the API keys in Redis, or reads them from a file. All methods may raise RedisError."""
 
     def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
         """Create a store.
@@ -222,5 +222,7 @@ def _parsed(value: bytes | None) -> KeyEntry | None:
     try:
         return KeyEntry.model_validate_json(value)
     except ValidationError as error:
-        log.error("key entry ignored", key=api_keys_key(), detail=f"{error}; this API key is rejected")
+        log.error(
+            "invalid API key entry ignored", key=api_keys_key(), detail=f"{error}; requests with this key are rejected"
+        )
         return None

@@ -1,4 +1,4 @@
-"""Run processes on this machine, namely a Redis server, and child processes that are restarted when they crash.
+"""Run a Redis server on this machine, and child processes that are restarted when they crash.
 
 This package may import `config`, and the error codes in `tasks.contract`.
 """

@@ -1,6 +1,6 @@
-"""Run Flower with a link to the monitoring board (`board_url`).
+"""Run Flower with a link to the monitoring dashboard (`board_url`).
 
-`python -m cellama.api.machine.flower` takes the options of `celery flower`.
+`python -m cellama.api.machine.flower` accepts the options of `celery flower`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINK = (
 
 
 class LinkedTemplates(Loader):
-    """Loads Flower's templates, and adds the board's link to the navigation bar."""
+    """Loads Flower's templates, and adds the dashboard's link to the navigation bar."""
 
     def _create_template(self, name: str) -> Template:
         source = (Path(self.root) / name).read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ def find_redis_binary() -> Path:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    raise RedisServerError(f"no Redis server on this machine; {_installation_hint()}")
+    raise RedisServerError(f"no Redis server is installed on this machine; {_installation_hint()}")
 
 
 def _installation_hint() -> str:
@@ -85,7 +85,10 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise PortTaken(f"no port from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {LOOPBACK} is free; stop other programs")
+    raise PortTaken(
+        f"no port from {FREE_PORTS[0]} to {FREE_PORTS[-1]} on {LOOPBACK} is free; stop a program that uses one of "
+        "these ports"
+    )
 
 
 def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
@@ -106,8 +109,8 @@ class RedisServer:
     """A Redis server on loopback.
 
     The server's data is stored in `data_dir`, and the next server with this directory loads the data. Clients need a
-    password. If no password is given, the server uses the password from the last start in `data_dir`, or a new random
-    password at the first start. The file `data_dir/url` contains the password, and can be read only by its owner. The
+    password. If no password is given, the server reuses the password stored in `data_dir`, or generates a random
+    password on the first start. The file `data_dir/url` contains the password, and can be read only by its owner. The
     password never appears on a command line.
     """
 
@@ -211,7 +214,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Return the URL of the server with its password."""
+        """Return the server's URL, including the password."""
         return f"redis://:{quote(self.password, safe='')}@{LOOPBACK}:{self.port}/0"
 
     @property
@@ -251,7 +254,7 @@ def die_with(parent: int) -> Callable[[], None]:
     """Return a `preexec_fn` that makes Linux send SIGTERM to a child when its parent process exits or crashes.
 
     Linux watches the parent *thread*, so start children from a thread that lives as long as the children should.
-    Pass the parent's process id as returned before the fork. A parent id of 1 does not mean that the parent has exited,
+    Pass the parent's process id, determined before the fork. A parent id of 1 does not mean that the parent has exited,
     because the parent itself may have this id in a container.
     """
 

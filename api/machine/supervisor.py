@@ -110,8 +110,8 @@ class Supervisor:
     def _reap_orphans(self) -> None:
         """Reap orphaned processes, which would otherwise remain as zombies, if this process is PID 1.
 
-        Exited children are not reaped here because the supervisor needs their exit codes. If an exited child is found
-        first, the next call reaps the remaining orphans.
+        Exited children are not reaped here because the supervisor needs their exit codes. If the first exited process
+        that is found is a child, the next call reaps the remaining orphans.
         """
         while os.getpid() == 1 and (exited := _next_exited()) is not None:
             if any(
@@ -153,7 +153,8 @@ class Supervisor:
     def request_stop(self) -> None:
         """Make `run` return.
 
-        While `stop` is waiting, a second request hands back running jobs, and a third request kills the children.
+        While `stop` is waiting, a second request makes the children hand back running jobs, and a third request kills
+        the children.
         """
         self._num_stops += 1
         self._wake.set()
@@ -199,7 +200,7 @@ def _next_exited() -> int | None:
 
 
 def worker_argv(name: str) -> list[str]:
-    """Return a worker's command line. In `name`, `%h` stands for the host."""
+    """Return a worker's command line. In `name`, `%h` stands for the host name."""
     argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", name]
     return [*argv, "--without-gossip", "--without-mingle"]
 

@@ -170,7 +170,7 @@ def _add_running(figures: Figures, models: Sequence[str], running: Sequence[List
 
 
 def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:
-    """Yield the names of all served models, and `:default`, once for each worker that serves the model."""
+    """Yield the ids of each worker's ready models, and `:default` for each worker that serves the default model."""
     for worker in workers:
         for model in worker.models:
             if model["status"] == "ready":
@@ -202,7 +202,7 @@ def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
 
 
 def _late(first: list[tuple[bytes, float]], now: float) -> float:
-    """Return the seconds since the first entry's time, or 0 if this time is in the future or there are no entries."""
+    """Return the number of seconds since the first entry's time, or 0 if the time is in the future or missing."""
     return max(0.0, now - first[0][1]) if first else 0.0
 
 

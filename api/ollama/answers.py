@@ -1,4 +1,4 @@
-"""Convert job results and events into Ollama's answers, and models into Ollama's model lists."""
+"""Convert job results and events into Ollama answers, and models into Ollama model lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnswerForm:
     def part(
         self, text: str = "", thinking: str = "", calls: Sequence[Any] = (), logprobs: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """Return a part of an answer. The part may be empty."""
+        """Return one part of a streamed answer. The part may be empty."""
         said: dict[str, Any] = {"thinking": thinking} if thinking else {}
         if self.url == CHAT:
             message = {"role": "assistant", "content": text, **said}
@@ -67,9 +67,10 @@ class AnswerForm:
 
 
 def end_of(end: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer's final members: the reason why it ended, and the measured counts and durations in nanoseconds.
+    """Return an answer's final members: the reason why the answer ended, and the counts and durations in nanoseconds.
 
-    The queue time is reported as the loading time. A timed-out job is reported as `length`, like a truncated answer.
+    The time in the queue is reported as the load duration. A timed-out job has the reason `length`, like a truncated
+    answer.
     """
     timings, usage = end.get("timings", {}), end["usage"]
     total, queued = timings.get("duration_ms") or 0.0, timings.get("queue_ms") or 0.0
@@ -93,7 +94,7 @@ def _ns(ms: float) -> int:
 
 
 def calls_of(calls: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tool calls, whose arguments are objects."""
+    """Return tool calls in Ollama's format, with arguments as objects."""
     return [
         {
             "id": call["id"],

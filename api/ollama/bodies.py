@@ -1,6 +1,6 @@
-"""Convert Ollama's request bodies into job parameters, using the tables in `parameters`.
+"""Convert Ollama request bodies into job parameters, using the tables in `parameters`.
 
-Functions raise InvalidJob.
+The functions in this module raise InvalidJob for invalid bodies.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def parse_generate(body: Mapping[str, Any], *, has_template: bool) -> ParsedOlla
 
 
 def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]:
-    """Return the texts and parameters of an embedding job.
+    """Return the inputs and parameters of an embedding job.
 
-    A request with an empty text checks whether the model is loaded.
+    A request with an empty string checks whether the model is loaded.
     """
     given = set_parameters(body, PARAMETERS[url])
     check_keep_alive(given.get("keep_alive"))

@@ -1,4 +1,7 @@
-"""Convert Ollama's messages into job messages. Functions raise InvalidJob."""
+"""Convert Ollama's messages into job messages.
+
+The functions in this module raise InvalidJob for invalid conversations.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _MEMBERS = {  # Ollama's name → name in messages of jobs. Other members are ig
 def messages_of(messages: list[Any]) -> list[Any]:
     """Return a job's messages.
 
-    Members of a wrong type are left unchanged because the payload rejects them. Calls and results in Ollama's format
+    Members of the wrong type are left unchanged because the payload rejects them. Calls and results in Ollama's format
     often lack ids, so they are assigned the ids that chat templates need.
     """
     ids = _CallIds()

@@ -1,4 +1,4 @@
-"""Convert results into OpenAI's responses, and into lines of OpenAI's batch files."""
+"""Convert results into OpenAI responses, and into lines of OpenAI batch files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def body_of(
 
 
 def finish_reason_of(reason: str, calls: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return OpenAI's finish reason. A timed-out answer is reported as `length`, like a truncated answer."""
+    """Return OpenAI's finish reason. A timed-out answer has the finish reason `length`, like a truncated answer."""
     if reason == "timeout":
         return "length"
     is_partial = any(call.get("partial") for call in calls or ())  # because of a stop string
@@ -76,7 +76,7 @@ def finish_reason_of(reason: str, calls: Sequence[Mapping[str, Any]] | None) -> 
 def ended_in_reasoning(result: Mapping[str, Any]) -> bool:
     """Return whether a chat was cut off during its reasoning.
 
-    The stream of such a chat contains neither the end of the reasoning nor a signature.
+    The stream of a cut-off chat contains neither the end of the reasoning nor a signature.
     """
     message = result["message"]
     has_finished = result["finish_reason"] == "stop" and result.get("stop_sequence") is None

@@ -1,6 +1,6 @@
-"""Convert OpenAI's request bodies into job parameters, using the tables in `parameters`.
+"""Convert OpenAI request bodies into job parameters, using the tables in `parameters`.
 
-Functions raise InvalidJob.
+The functions in this module raise InvalidJob for invalid bodies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_READABLE = ("audio", "function_call")  # members of old or spoken replies, 
 
 
 def params_of_body(url: Any, body: Any, known: Iterable[str] = PARAMETERS) -> dict[str, Any]:
-    """Convert a body into the parameters of a job that is not streamed, including its model.
+    """Convert a body into the parameters of a non-streaming job, including its model.
 
     The error for an unknown `url` lists the `known` URLs.
     """
@@ -37,7 +37,7 @@ def params_of_body(url: Any, body: Any, known: Iterable[str] = PARAMETERS) -> di
     if body.get(CONTENT[url]) is None:
         raise InvalidJob(f"{CONTENT[url]} is missing; add it")
     if body.get("stream"):
-        raise InvalidJob("body.stream is true, but bulk runs do not stream; leave it out")
+        raise InvalidJob("body.stream is true, but bulk runs do not support streaming; leave it out")
     given = set_parameters(body, PARAMETERS[url], _JOBS[url])
     params = unmapped_parameters(given, PARAMETERS[url])
     for read in _READERS:
@@ -79,7 +79,7 @@ def _known(rules: Mapping[str, ParameterRule], job: type[BaseJob]) -> set[str]:
 
 
 def unmapped_parameters(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dict[str, Any]:
-    """Return the parameters whose values don't need conversion, under their names in jobs.
+    """Return the parameters whose values don't need conversion, under their job parameter names.
 
     Raises InvalidJob for a parameter that is given under two names.
     """
@@ -118,9 +118,9 @@ def _message(index: int, message: Any) -> Any:
 
 
 def _reply(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reply that a client sends back, without members that clients add.
+    """Return a reply that a client sends back, without members that clients add, such as `parsed` and `annotations`.
 
-    Examples of such members are `parsed` and `annotations`. A refusal becomes the reply's text.
+    A refusal becomes the reply's text.
     """
     kept = {name: value for name, value in members.items() if name in _CONTENT_OF_REPLIES}
     kept |= {name: members[name] for name in _NOT_READABLE if members.get(name)}  # the payload rejects them
@@ -246,8 +246,8 @@ def allow(
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
         raise InvalidJob(
-            f"tool_choice is {shorten(choice)}; allowed_tools must have a mode (auto or required), and a list of tools "
-            "of type function with a name"
+            f"tool_choice is {shorten(choice)}; allowed_tools must have a mode (auto or required), and a list of "
+            "tools, each with type function and a name"
         )
     params["tool_choice"], params["allowed_tools"] = mode, names
 

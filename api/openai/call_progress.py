@@ -17,8 +17,8 @@ class CallProgress:
     def of(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         """Yield the call pieces in an event.
 
-        Pieces of a call whose start is missing are dropped. A start is missing if an older worker wrote it without
-        pieces, and the whole call is then sent at the end.
+        Pieces of a call are dropped if the call's first piece is missing. The first piece is missing if an older worker
+        wrote the start of the call without pieces. In this case, the whole call is sent at the end.
         """
         for delta in event.get("tool_call_deltas", ()):
             if "id" not in delta and delta["index"] not in self._sent:
@@ -27,10 +27,10 @@ class CallProgress:
             yield delta
 
     def rest(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[Delta]:
-        """Yield the missing parts of the finished calls, which are whole calls or the ends of calls.
+        """Yield the missing parts of the finished calls: whole calls, or the ends of partly sent calls.
 
-        Calls that are not enforced by a grammar are known only at the end. Events from older workers contain no pieces
-        at all.
+        Calls that are not enforced by a grammar are known only at the end. Events from older workers don't contain any
+        pieces.
         """
         for number, call in enumerate(calls):
             arguments, sent = call["function"]["arguments"], self._sent.get(number)

@@ -1,4 +1,4 @@
-"""Convert a job's events into the chunks of an OpenAI stream."""
+"""Convert a job's events into OpenAI stream chunks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Chunks:
         return made
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return the last chunk, which contains the usage, if the request asks for the usage."""
+        """Return the final chunk with the usage if the request asks for the usage."""
         if not self.include_usage:
             return []
         return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]

@@ -1,6 +1,7 @@
 """Convert vLLM's and llama-server's parameters and values into job parameters.
 
-Functions raise InvalidJob. The rules in `OTHER_SERVERS` (parameters.py) apply to all endpoints that generate text.
+The functions in this module raise InvalidJob for invalid values. The rules in `OTHER_SERVERS` (parameters.py) apply to
+all endpoints that generate text.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def convert(given: Mapping[str, Any], rules: Mapping[str, ParameterRule]) -> dic
 def put(params: dict[str, Any], name: str, value: Any, callers_name: str) -> None:
     """Set a job parameter. Raises InvalidJob if a different value was given under another name."""
     if name in params and params[name] != value:
-        raise InvalidJob(f"{callers_name} is {shorten(value)}, but {name} is also given; leave one out")
+        raise InvalidJob(f"{callers_name} is {shorten(value)}, but {name} is also given; remove one of them")
     params[name] = value
 
 
@@ -114,7 +115,7 @@ def _bias(bias: Any) -> Any:
 
 
 def _take_template_args(params: dict[str, Any], value: Any, name: str) -> None:
-    """Merge vLLM's template arguments into `template_args`. The thinking switch becomes a job parameter."""
+    """Merge vLLM's template arguments into `template_args`. `enable_thinking` becomes a job parameter."""
     explicit = params.get("template_args", {})
     if not isinstance(value, dict):
         raise InvalidJob(f"{name} is {shorten(value)}; it must be an object")
@@ -153,7 +154,7 @@ def _constrain(params: dict[str, Any], kind: str, value: Any, name: str) -> None
 
 
 def _choice(texts: Any, name: str) -> str:
-    """Return a regular expression that matches exactly these texts."""
+    """Return a regular expression that matches exactly these strings."""
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise InvalidJob(f"{name} is {shorten(texts)}; a choice must be a list of non-empty strings")
     return "|".join("".join("\\" + char if char in _REGEX_MARKS else char for char in text) for text in texts)

@@ -27,7 +27,7 @@ def params_of_rerank(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def returns_documents(body: Mapping[str, Any]) -> bool:
-    """Return whether the answer should repeat the documents. Raises InvalidJob."""
+    """Return whether the answer should include the documents. Raises InvalidJob."""
     value = body.get("return_documents")
     if value not in (None, True, False):
         raise InvalidJob(f"return_documents is {shorten(value)}; it must be true or false")

@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's requests and responses, as accepted and returned by the gateway.
+"""The OpenAI request and response shapes that the gateway accepts and returns.
 
 The OpenAPI document is generated from these types. Each `…Parameters` type contains the endpoint's parameters that the
 gateway maps (`ParameterRule.handling` is "mapped"). All other parameters have the shapes of the corresponding job
@@ -110,7 +110,7 @@ class TextFormat(TypedDict):
 
 
 class JsonObjectFormat(TypedDict):
-    """A JSON object that follows a schema if one is given."""
+    """A JSON object that conforms to a schema if one is given."""
 
     type: Literal["json_object"]
     schema: NotRequired[dict[str, Any] | None]
@@ -118,7 +118,7 @@ class JsonObjectFormat(TypedDict):
 
 
 class NamedSchema(TypedDict):
-    """A JSON Schema that the text must follow."""
+    """A JSON Schema that the text must conform to."""
 
     name: NotRequired[str]
     description: NotRequired[str | None]
@@ -127,7 +127,7 @@ class NamedSchema(TypedDict):
 
 
 class JsonSchemaFormat(TypedDict):
-    """JSON that follows a schema."""
+    """JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -401,7 +401,7 @@ class TextCompletionChunk(TypedDict):
 
 
 class Embedding(TypedDict):
-    """The vector of one text, or its tokens' vectors if the model doesn't pool them.
+    """The embedding of one text, or the embeddings of its tokens if the model doesn't pool them.
 
     Base64 strings encode float32 values.
     """
@@ -412,7 +412,7 @@ class Embedding(TypedDict):
 
 
 class EmbeddingList(TypedDict):
-    """The vectors of all texts, in the order of the request."""
+    """The embeddings of all texts, in the order of the request."""
 
     object: Literal["list"]
     model: str

@@ -1,7 +1,7 @@
-"""Register webhook endpoints, sign requests to them, and announce events, all without HTTP.
+"""Register webhook endpoints, sign requests to them, and announce events, without sending any HTTP requests.
 
-The code that ends an object calls `announcement` or `notify_on_end`. The gateway delivers the events (`http/webhooks`).
-`cellama webhooks` registers endpoints.
+The code that ends a batch or a response calls `announcement` or `notify_on_end`. The gateway delivers the events
+(`http/webhooks`). `cellama webhooks` registers endpoints.
 This package may import the connections and contract of `tasks`.
 """
 

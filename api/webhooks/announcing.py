@@ -1,6 +1,6 @@
 """Announce events.
 
-The operation that ends an object also stores its event, which any gateway can deliver later (ADR 021).
+The operation that ends an object also stores the object's event, which any gateway can deliver later (ADR 021).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ENDS = {  # how a job ended, as in the queue's scripts → how its response end
 
 
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
-    """Return the entry for the stream `webhook_events_key()`. The operation that ends the object adds this entry.
+    """Return the entry for the stream `webhook_events_key()`.
 
-    The tenant's endpoints receive the event at least once. Repeated announcements have the same event id. Raises
-    ValueError for an unknown type.
+    The operation that ends a batch or a response adds this entry. The tenant's endpoints receive the event at least
+    once. Repeated announcements have the same event id. Raises ValueError for an unknown type.
     """
     if event_type not in EVENT_TYPES:
         raise ValueError(f"event: {event_type!r} is unknown; use one of: {', '.join(EVENT_TYPES)}")
@@ -42,7 +42,7 @@ async def notify_on_end(redis: Redis, job_id: str, kind: str, object_id: str, te
 
     Call this function before the job is queued. A call has no effect on a job that is already queued. `kind` is the
     first part of the event type, for example `response`. `ttl_s` must exceed the longest time that the job may take.
-    The queue stores the announcement text without reading it. Raises RedisError.
+    The queue stores the announcement without parsing it. Raises RedisError.
     """
     event = json.dumps({"kind": kind, "object": object_id, "tenant": tenant or ""})
     if not await redis.exists(job_key(job_id)):

@@ -37,7 +37,7 @@ def key_of(secret: str) -> bytes:
     except binascii.Error:
         key = b""
     if not secret.startswith(PREFIX) or not MIN_BYTES <= len(key) <= MAX_BYTES:
-        raise ValueError(f"it must be {PREFIX} followed by {MIN_BYTES} to {MAX_BYTES} bytes in base64")
+        raise ValueError(f"the secret must be {PREFIX} followed by {MIN_BYTES} to {MAX_BYTES} base64-encoded bytes")
     return key
 
 
@@ -58,14 +58,14 @@ MAX_URL_CHARS = 2000  # longer URLs fail in many servers
 def check_url(url: str) -> str:
     """Return the URL if it is valid. The address is checked before each request. Raises ValueError."""
     if not url.isascii() or any(char <= " " or char == "\x7f" for char in url):
-        raise ValueError("it must consist of visible ASCII characters")
+        raise ValueError("the URL must consist of visible ASCII characters")
     parts = urlsplit(url)
     if parts.scheme not in ("https", "http") or not parts.hostname:
-        raise ValueError("it must start with https:// and have a host")
+        raise ValueError("the URL must start with https:// and have a host")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("it must not contain a user or password; cellama signs its requests instead")
+        raise ValueError("the URL must not contain a user or password, because cellama signs its requests instead")
     if parts.port == 0:
-        raise ValueError("its port must be from 1 to 65535")
+        raise ValueError("the URL's port must be from 1 to 65535")
     return url
 
 
@@ -73,7 +73,7 @@ def check_events(events: tuple[str, ...]) -> tuple[str, ...]:
     """Return the event types if all of them are known. Raises ValueError if a type is unknown."""
     for event in events:
         if event not in EVENT_TYPES:
-            raise ValueError(f"{event!r} is unknown; use one of: {', '.join(EVENT_TYPES)}")
+            raise ValueError(f"event type {event!r} is unknown; use one of: {', '.join(EVENT_TYPES)}")
     return events
 
 
@@ -112,7 +112,7 @@ _REPLACE = "if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSE
 
 
 class EndpointStore:
-    """Stores all registered endpoints. Methods raise RedisError."""
+    """Stores all registered endpoints. All methods may raise RedisError."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

@@ -250,7 +250,7 @@ class FleetWorker:
 
 
 class Observer:
-    """Receives the events of the fleet. The methods of this base class do nothing."""
+    """Receives the fleet's events. The methods of this base class do nothing."""
 
     def waits(self, job: FleetJob) -> None:
         """Handle a submitted job."""
@@ -412,10 +412,10 @@ def _submission(job: FleetJob, key: str, max_tokens: int) -> Submission:
 
 
 class ServiceGaps(Observer):
-    """Measures the differences between tenants' weighted services.
+    """Measures the differences in weighted service between tenants.
 
-    `largest` is the largest difference between the services that two tenants received during an interval in which both
-    had waiting jobs.
+    `largest` is the largest difference in the service that two tenants received during an interval in which both
+    tenants had waiting jobs.
     """
 
     def __init__(self, weights: Mapping[str, float], prefill_cost: float) -> None:

@@ -1,4 +1,4 @@
-"""Generate a load like that of many users, with prompts and answers of mixed lengths, shared prefixes, and chats.
+"""Generate a load that resembles many users' requests, with mixed lengths, shared prefixes, and chats.
 
 The whole load is drawn from a seed as token ids, so that all peers receive the same load. With `ignore_eos`, each
 answer is exactly as long as drawn.

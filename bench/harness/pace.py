@@ -1,4 +1,4 @@
-"""Make work last as long as a test requires on any machine, by slowing down steps while a file requests it."""
+"""Slow down steps by the pause that a file requests, so that work lasts long enough for a test on any machine."""
 
 from __future__ import annotations
 

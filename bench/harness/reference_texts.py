@@ -1,7 +1,7 @@
 """Compare texts with the greedy texts of an undisturbed run, and allow differences at near ties.
 
-llama.cpp's rounding depends on the number of tokens in a pass, and disturbances change the number of concurrent jobs.
-If the two likeliest tokens are about equally likely, either token is correct, and the rest of the text depends on the
+llama.cpp's rounding depends on the number of tokens in a pass, and faults change the number of concurrent jobs.
+If the two most likely tokens are about equally likely, either token is correct, and the rest of the text depends on the
 choice.
 """
 
@@ -57,7 +57,7 @@ def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:
     """Return the chosen token's logprob minus the next lower logprob.
 
-    Tokens that are likelier than the chosen token are ignored, because the constraint did not allow these tokens.
+    Tokens that are more likely than the chosen token are ignored, because the constraint did not allow these tokens.
     """
     allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
     return chosen - allowed[1] if len(allowed) > 1 else math.inf

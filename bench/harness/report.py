@@ -25,8 +25,8 @@ _SOURCES = (":(top)", ":(top,exclude)bench/results")
 class Report:
     """The result of a benchmark.
 
-    Rows with the same keys form a table, and `targets` contains the desired ratios. `wrong` lists violations. If any
-    are listed, the command fails.
+    Rows with the same keys form a table, and `targets` contains the desired ratios. `wrong` lists violations. If
+    `wrong` is not empty, the command fails.
     """
 
     rows: Sequence[Mapping[str, Any]]

@@ -45,7 +45,7 @@ _COUNT = struct.Struct("<q")  # number of tokens that a worker sampled
 
 
 def _count_sampled(path: Path) -> None:
-    """Count the tokens that this worker's engines sample. The count is in a file, which survives SIGKILL."""
+    """Count the tokens that this worker's engines sample. The count is stored in a file, so it survives SIGKILL."""
     path.write_bytes(bytes(_COUNT.size))
     with path.open("r+b") as file:
         counter = mmap.mmap(file.fileno(), _COUNT.size)
@@ -67,7 +67,7 @@ if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one
 
 
 class CountingStrategy(Paced):
-    """The Paced strategy. Workers that load this strategy import this module, which counts sampled tokens."""
+    """Behaves like Paced. Workers that load this strategy import this module, which counts sampled tokens."""
 
 
 class FragileStrategy(CountingStrategy):
@@ -249,7 +249,7 @@ class Service:
         self.processes.clear()
 
     def restart_redis(self, away_s: float = 0.5, load_delay_us: int = 0) -> None:
-        """Restart Redis with its written data.
+        """Restart Redis with the data that it has written to disk.
 
         The loading of each command is delayed by `load_delay_us` microseconds.
         """

@@ -174,7 +174,7 @@ def run(names: Sequence[str], arguments: Sequence[str]) -> int:
     parser.add_argument("--short", action="store_true", help="run each benchmark briefly as a smoke test")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
     parser.add_argument("--model", help="GGUF file, bundled://tiny, or padded (default: depends on the benchmark)")
-    parser.add_argument("--save", action="store_true", help="append the JSON lines to bench/results/")
+    parser.add_argument("--save", action="store_true", help="append each result to bench/results/ as a JSON line")
     parser.add_argument(
         "--limit",
         type=float,

@@ -40,7 +40,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head or self.n_head % self.n_head_kv:
-            raise ValueError("n_head must divide n_embd, and n_head_kv must divide n_head")
+            raise ValueError("n_embd must be divisible by n_head, and n_head must be divisible by n_head_kv")
         if self.n_vocab < NUM_BYTES + len(CONTROL) + 1:
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {NUM_BYTES + len(CONTROL) + 1} or more")
 

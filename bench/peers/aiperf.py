@@ -72,7 +72,7 @@ class AIPerf:
                   "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics")  # fmt: skip
 
     def _run(self, *arguments: str) -> None:
-        """Run an AIPerf command. Raises RuntimeError with the end of its output if the command fails."""
+        """Run an AIPerf command. Raises RuntimeError with the end of the command's output if the command fails."""
         apart = {key: value for key, value in os.environ.items() if not key.startswith(("CELLAMA_", "PYTHON"))}
         environment = {**apart, "HF_HOME": str(self._scratch / "huggingface"), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(

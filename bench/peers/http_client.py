@@ -16,7 +16,10 @@ _LONGEST_LINE = 1 << 24  # bytes; an event of a long prompt's end repeats its se
 
 @contextlib.asynccontextmanager
 async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """Send a request and yield the response after its headers. Raises RuntimeError if the server refuses it."""
+    """Send a request and yield the response after its headers.
+
+    Raises RuntimeError if the server rejects the request.
+    """
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LONGEST_LINE)

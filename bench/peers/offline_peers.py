@@ -1,4 +1,4 @@
-"""Run bulk work with peers. Each run reads JSONL lines, completes them, and writes a line per result.
+"""Run bulk work on the peers. Each run reads JSONL lines, completes them, and writes a line per result.
 
 All runs are timed from the start of reading to the end of writing. The server or worker is already warm.
 """
@@ -48,7 +48,7 @@ def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> TimedFi
     short = [result["custom_id"] for result in results if result["tokens"] != wanted[result["custom_id"]]]
     if short:
         raise RuntimeError(
-            f"{len(short)} lines contain a different number of tokens than requested, such as {short[0]}"
+            f"{len(short)} lines contain a different number of tokens than requested, for example {short[0]}"
         )
     return TimedFile(len(results), seconds, sum(result["computed"] for result in results))
 
@@ -95,7 +95,7 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
 def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> TimedFile:
     """Run the naive task with one message per line and one `llama_cpp.Llama` per process.
 
-    The processes share the threads.
+    The threads are divided equally among the processes.
     """
 
     def run(out: IO[str]) -> None:

@@ -29,7 +29,7 @@ LOST_OUTPUTS = 5  # it prints from a thread, and sometimes exits before this thr
 
 
 def program(variable: str) -> Path | None:
-    """Return the program that an environment variable names, or print a note and return None if it is missing."""
+    """Return the program that an environment variable names, or print a note and return None if the file is missing."""
     named = os.environ.get(variable)
     if named and Path(named).is_file():
         return Path(named)
@@ -39,7 +39,7 @@ def program(variable: str) -> Path | None:
 
 @contextlib.contextmanager
 def llama_server(model: Path, slots: int, context: int, threads: int, *args: str) -> Iterator[LlamaServer | None]:
-    """Run a warm llama-server with this context per slot and default settings, or yield None if it is missing."""
+    """Run a warm llama-server with this context per slot and default settings, or None if llama-server is missing."""
     if not (peer := program(LLAMA_SERVER)):
         yield None
         return
@@ -121,7 +121,7 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int, path: str) -> None:
             if connection.getresponse().status == 200:
                 return
         time.sleep(0.2)
-    raise RuntimeError(f"a peer did not start (exit code {process.poll()}): {process.args!r}")
+    raise RuntimeError(f"a peer process did not start (exit code {process.poll()}): {process.args!r}")
 
 
 class LlamaServer:

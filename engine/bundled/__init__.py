@@ -1,4 +1,4 @@
-"""The model that is bundled with cellama, and a LoRA adapter for it (see bench/tiny_model/README.md)."""
+"""The model that is bundled with cellama, and a LoRA adapter for this model (see bench/tiny_model/README.md)."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The engine thread and its step (schedule → forward → update), the embedder thread, and handles for other threads.
+"""The engine thread and its step (schedule → forward → update), the embedder thread, and handles for their callers.
 
-May use: `scheduling`, `text`, `system`, and the packages above them. llama.cpp is used only through `backend`.
+This package may import the packages that docs/architecture.md lists above `core`. llama.cpp is used only through
+`backend`.
 """

@@ -1,4 +1,6 @@
-"""A model's LoRA adapters, their scales, and the number of requests that use them. Any thread may use this module.
+"""A model's LoRA adapters, their scales, and the number of requests that use each adapter.
+
+This module is thread-safe.
 
 The states of an adapter:
 
@@ -48,7 +50,7 @@ class _Entry:
 
 
 class Adapters:
-    """The adapters of a model, keyed by name.
+    """A model's adapters, keyed by name.
 
     A request acquires its adapters when it is submitted, and releases them when it ends.
     """
@@ -93,7 +95,7 @@ class Adapters:
                 raise IdTaken(f"adapter {name!r} already exists; choose another name, or unload it first")
 
     def check_unload(self, name: str) -> None:
-        """Raise UnknownAdapter if `unload` would raise this error now."""
+        """Raise UnknownAdapter if `unload` would not find an adapter with this name now."""
         with self._changed:
             if name not in self._unloaded or name in self._entries:
                 self._ready(name)
@@ -105,9 +107,10 @@ class Adapters:
             self._ready(name)
 
     def set_scale(self, name: str, scale: float) -> None:
-        """Set the adapter's scale for later requests that don't choose any adapters. 0 disables it for these requests.
+        """Set the adapter's scale for later requests that don't choose any adapters.
 
-        Running requests keep the previous scale. Raises UnknownAdapter and InvalidRequest.
+        A scale of 0 disables the adapter for these requests. Running requests keep the previous scale. Raises
+        UnknownAdapter and InvalidRequest.
         """
         _check_name_and_scale(name, scale)
         with self._changed:
@@ -201,5 +204,5 @@ def _in_order(chosen: Iterable[tuple[Adapter, float]]) -> AdapterSet:
 
 
 def _check_name_and_scale(name: str, scale: float) -> None:
-    """Raise InvalidRequest unless requests can use this name and scale."""
+    """Raise InvalidRequest if the name or the scale is not valid in requests."""
     Request("", (0,), adapters=((name, scale),))

@@ -1,4 +1,4 @@
-"""The embedder and the reranker: one thread that packs texts from many callers into full batches."""
+"""The embedder and the reranker, which share one thread that packs texts from many callers into full batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Vectors = list[NDArray[np.float32]]
 
 @dataclass(eq=False)
 class EmbeddingHandle:
-    """The handle for one caller's texts. Any thread may use it."""
+    """The handle for one caller's texts. A handle is thread-safe."""
 
     texts: list[tuple[int, ...]]
     normalize: bool = True
@@ -51,7 +51,7 @@ class EmbeddingHandle:
     num_batched: int = 0  # texts that are or were in a batch
 
     def result(self, timeout_s: float | None = None) -> Vectors:
-        """Return one float32 array per text, in order.
+        """Return one float32 array per text, in the order of the texts.
 
         Each array has the shape [n], or [tokens, n] if the model returns one vector per token. Raises the request's
         EngineError, or TimeoutError.
@@ -66,9 +66,9 @@ class EmbeddingHandle:
         self.future.cancel()
 
     def finished(self) -> Vectors:
-        """Return all vectors, truncated to `dimensions` numbers.
+        """Return all vectors, truncated to `dimensions` dimensions.
 
-        If `normalize` is true, they are scaled to unit length.
+        If `normalize` is true, the vectors are scaled to unit length.
         """
         rows = np.vstack(self.vectors)[:, : self.dimensions]
         if self.normalize:
@@ -115,7 +115,7 @@ class Embedder:
 
     @property
     def n_embd(self) -> int:
-        """The number of dimensions of a vector."""
+        """The number of dimensions per vector."""
         return self._backend.n_embd
 
     @property
@@ -144,7 +144,7 @@ class Embedder:
         rejecting them. Raises InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not texts:
-            raise InvalidRequest("texts: the list is empty; give at least one text")
+            raise InvalidRequest("texts: the list is empty; pass at least one text")
         if dimensions is not None and not 1 <= dimensions <= self.n_embd:
             raise InvalidRequest(f"dimensions is {dimensions}; it must be from 1 to {self.n_embd} for this model")
         if truncate:
@@ -158,7 +158,7 @@ class Embedder:
         return handle
 
     def _truncated(self, text: Sequence[int]) -> Sequence[int]:
-        """Return the text, shortened to `max_tokens` if necessary. A shortened text keeps its ending."""
+        """Return the text's tokens, truncated to `max_tokens` if necessary. A truncated text keeps its end tokens."""
         if len(text) <= self.max_tokens:
             return text
         ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
@@ -166,7 +166,7 @@ class Embedder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request has not finished yet."""
+        """Whether any request is still unfinished."""
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
@@ -259,7 +259,7 @@ class Embedder:
     def _fill_batch(self) -> None:
         """Fill a batch with waiting texts, one from each caller in turn.
 
-        A text that exceeds the batch limit is computed alone.
+        A text that exceeds the batch limit gets a batch of its own.
         """
         batch = self._batch
         num_remaining = self._batch_tokens()
@@ -320,13 +320,16 @@ class Embedder:
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        """Retry each text of a failed batch alone. A request fails only if one of its texts fails again.
+        """Retry each text of a failed batch individually. A request fails only if one of its texts fails again.
 
         Raises `error` if the backend is broken.
         """
         if len(batch) > 1:
             log.warning(
-                "embedding batch failed", error=repr(error), num_texts=len(batch), detail="each text is retried alone"
+                "embedding batch failed",
+                error=repr(error),
+                num_texts=len(batch),
+                detail="each text will be retried individually",
             )
             for entry in batch:
                 self._embed([entry])
@@ -340,7 +343,7 @@ class Embedder:
         try:
             vectors = handle.finished()
         except Exception as error:  # affects only this caller
-            log.exception("vector assembly failed")
+            log.exception("vectors not assembled")
             reason = f"{type(error).__name__}: {error}; other requests were not affected"
             self._fail(handle, RequestFailed(reason))
             return
@@ -385,7 +388,7 @@ class Reranker:
         rejecting it. Raises InvalidRequest, PromptTooLong and EngineStopped.
         """
         if not documents:
-            raise InvalidRequest("documents: the list is empty; give at least one document")
+            raise InvalidRequest("documents: the list is empty; pass at least one document")
         pairs = [self._pair(query, document, index, truncate) for index, document in enumerate(documents)]
         return self.embedder.submit(pairs, normalize=False)
 
@@ -406,12 +409,12 @@ class Reranker:
         return cut
 
     def scores(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """Return each document's score, in order. Raises the same errors as `submit`."""
+        """Return one score per document, in the order of the documents. Raises the same errors as `submit`."""
         return scores_of(self.submit(query, documents, truncate=truncate))
 
 
 def scores_of(handle: EmbeddingHandle, timeout_s: float | None = None) -> list[float]:
-    """Return the model's raw score for each document, in order.
+    """Return the model's raw score for each document, in the order of the documents.
 
     Higher scores mean higher relevance. Scores have no fixed range.
     """

@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 class Engine:
-    """Serves many requests concurrently on one backend. Any thread may call its methods."""
+    """Serves many requests concurrently on one backend. All methods are thread-safe."""
 
     def __init__(
         self, backend: Backend, options: EngineOptions, name: str = "engine", draft: Backend | None = None
@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The model's vocabulary. Any thread may use it."""
+        """The model's vocabulary, which is thread-safe."""
         return self._backend.vocabulary
 
     # Requests
@@ -134,9 +134,9 @@ class Engine:
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
         """Return the generated text that follows a prompt. The prompt is a string or a list of token ids.
 
-        `params` are the fields of Request and SamplingParams. If `parent_key` is the `finish_key` of an earlier
-        completion, the prompt continues that completion's context, token by token. Raises UnknownKey if that context is
-        not stored here. Raises TimeoutError after `timeout_s`, which also frees the slot.
+        `params` may set any fields of Request and SamplingParams. If `parent_key` is the `finish_key` of an earlier
+        completion, the prompt continues that completion's context, token by token. Raises UnknownKey if the engine
+        doesn't have that context. Raises TimeoutError after `timeout_s`, which also frees the slot.
         """
         return self.complete(prompt, timeout_s=timeout_s, **params).text
 
@@ -150,8 +150,8 @@ class Engine:
     def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
         """Prefill a prompt into the cache without generating any text.
 
-        A later request doesn't recompute the prompt if it starts with the prompt or continues from the prompt's
-        `finish_key`. The parameters and errors are the same as for `generate`.
+        Later requests that start with the prompt, or continue from the returned `finish_key`, don't recompute the
+        prompt. The parameters and errors are the same as for `generate`.
         """
         return self.complete(prompt, timeout_s=timeout_s, **{**params, "max_tokens": 0})
 
@@ -166,7 +166,8 @@ class Engine:
     def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
         """Yield chunks of text as soon as they are final. Leaving the loop cancels the request.
 
-        Raises TimeoutError if a chunk takes longer than `timeout_s`, and the request's EngineError if it fails.
+        Raises TimeoutError if a chunk takes longer than `timeout_s`. If the request fails, the request's EngineError is
+        raised.
         """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         handle = self._submit(prompt, None, stream=True, on_event=events.put, **params)
@@ -209,7 +210,7 @@ class Engine:
             handle.cancel()
 
     def draft_tokens(self, prefix: Prompt, most: int, *, timeout_s: float = GENERATE_TIMEOUT_S) -> tuple[int, ...]:
-        """Return up to `most` tokens of a prefix's greedy continuation, for verification by another model.
+        """Return up to `most` tokens of a prefix's greedy continuation, so another model can verify these tokens.
 
         The result is shorter if the text ends earlier. Raises TimeoutError and the same errors as `submit`.
         """
@@ -258,7 +259,9 @@ class Engine:
         for name in params.keys() - known:
             raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, [*known, *_PROMPT_PARAMETERS])}")
         if params.get("n", 1) != 1:
-            raise InvalidRequest(f"n: {params['n']} is not supported here; use submit to get several completions")
+            raise InvalidRequest(
+                f"n: {params['n']} is not supported by this method; use submit for several completions"
+            )
         request = Request(
             id=params.pop("id", None) or uuid4().hex,
             prompt=tokens,
@@ -272,7 +275,7 @@ class Engine:
     def _tokens_of(self, prompt: Prompt, parent_key: str | None, params: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the token ids of a prompt.
 
-        If the prompt continues a parent's context, no special tokens are inserted between them.
+        If the prompt continues a parent's context, no special tokens are inserted between the context and the prompt.
         """
         if parent_key is None:
             return tuple(self.vocabulary.tokenize(prompt) if isinstance(prompt, str) else prompt)
@@ -283,8 +286,8 @@ class Engine:
     def context_of(self, key: str, scope: str = "", adapters: AdapterChoice = None) -> tuple[int, ...]:
         """Return the tokens of the context with this `finish_key`, for a request with this scope and these adapters.
 
-        This method never waits for the engine thread. Raises UnknownAdapter. Raises UnknownKey if the context is not
-        stored here, or was created with a different scope or different adapters.
+        This method never waits for the engine thread. Raises UnknownAdapter. Raises UnknownKey if the engine doesn't
+        have the context, or if the context was created with a different scope or different adapters.
         """
         tokens: tuple[int, ...] | None = None
         if isinstance(key, str) and is_key(key):
@@ -294,14 +297,14 @@ class Engine:
                 tokens = tuple(stored[1]) if stored[0] == seed and key_of(seed, stored[1]) == key else None
         if tokens is None:
             raise UnknownKey(
-                f"parent_key: {str(key)[:80]!r} is not stored here for cache_scope {scope!r} and these adapters; "
-                "send the whole prompt without parent_key"
+                f"parent_key: {str(key)[:80]!r} is not stored in this engine for cache_scope {scope!r} and these "
+                "adapters; send the whole prompt without parent_key"
             )
         return tokens
 
     @property
     def identity(self) -> bytes:
-        """A digest of everything that determines the contents of cells, except tokens, adapters and scope (ADR 014)."""
+        """A digest of everything that determines KV cells, except tokens, adapters and scope (ADR 014)."""
         return self._backend.identity
 
     def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
@@ -323,7 +326,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether any request has not finished yet."""
+        """Return whether any request is still unfinished."""
         return self._inbox.is_busy
 
     def wait_until_idle(self, timeout_s: float) -> bool:
@@ -360,7 +363,7 @@ class Engine:
 
     @property
     def last_cache_hit(self) -> PrefixHit | None:
-        """The prefix hit of the request that most recently got a slot, or None if no request has had a slot.
+        """The prefix hit of the request that most recently got a slot, or None if no request has received a slot yet.
 
         Reading this property never blocks.
         """
@@ -368,7 +371,7 @@ class Engine:
 
     @property
     def threads(self) -> int:
-        """The number of threads that compute a step."""
+        """The number of threads that each engine step uses."""
         return self._core.num_threads
 
     def use_threads(self, count: int) -> None:
@@ -382,8 +385,8 @@ class Engine:
     ) -> dict[CacheTier, int]:
         """Return how many leading prompt tokens are on the device, in RAM and on disk.
 
-        Only states with this scope and these adapters count. This method never waits for the engine thread, so the
-        result may be slightly out of date. Raises UnknownAdapter.
+        Only states with this scope and these adapters are considered. This method never waits for the engine thread, so
+        the result may be slightly out of date. Raises UnknownAdapter.
         """
         key, prompt = adapters_key(self._chosen_adapters(adapters)), tuple(tokens)
         found: dict[CacheTier, int] = {**self._core.probe(prompt, (scope, key) if key else scope), "disk": 0}

@@ -2,8 +2,8 @@
 
 step:  receive → expire → admit → move → schedule → forward → update → emit
 
-An `EngineCore` owns the backend, the cache, the scheduler and all sequences. Only one thread at a time may use it.
-Other threads send commands through the inbox and read snapshots.
+An `EngineCore` owns the backend, the cache, the scheduler and all sequences. Only one thread at a time may use an
+`EngineCore`. Other threads send commands through the inbox and read snapshots.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Command(NamedTuple):
 
 
 class EngineCore:
-    """Serves many requests concurrently, step by step. `Engine` runs it on a thread."""
+    """Serves many requests concurrently, step by step. `Engine` runs an `EngineCore` on its own thread."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class EngineCore:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
-        """Run a separate step for each request to find the requests that cause a step to fail.
+        """Run each request in a separate step to find the requests that caused a step to fail.
 
         A request fails if its separate step fails. If the separate steps of several requests all fail, none of these
         requests is the cause, and the error is raised. The error is also raised after more than MAX_FAULTS consecutive
@@ -208,7 +208,7 @@ class EngineCore:
         self._num_faults += 1
         if self._num_faults > MAX_FAULTS:
             raise error
-        log.error("step failed", exc_info=error, detail="unexpected error; each request is retried alone")
+        log.error("step failed", exc_info=error, detail="unexpected error; each request will be retried individually")
         self.scheduler.settle()
         running = [sequence for sequence in self.scheduler.slots if sequence is not None]
         failed = [(sequence, fault) for sequence in running if (fault := self._step_alone(sequence)) is not None]
@@ -264,7 +264,8 @@ class EngineCore:
     def saved_states(self) -> list[SavedState]:
         """Return all states in RAM, sorted by probability of reuse.
 
-        The least likely states are first. Among equally likely states, the least recently used ones are first.
+        The states that are least likely to be reused come first. Among equally likely states, the least recently used
+        come first.
         """
         return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.reuse_probability)
 

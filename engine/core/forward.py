@@ -1,4 +1,4 @@
-"""The decode calls of a step. If a call fails, its requests are retried individually to find the cause."""
+"""Run a step's decode calls. If a call fails, its requests are retried individually to find the cause."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ BROKEN = 3  # consecutive requests that fail alone before the backend counts as 
 
 
 class Deferred(DecodeError):
-    """Raised if a decode call is postponed because an interactive request has arrived. A later step makes the call."""
+    """Raised if a decode call is postponed because an interactive request has arrived.
+
+    A later step then makes the decode call.
+    """
 
 
 class BackendBroken(Exception):
-    """Raised if the backend can't compute requests anymore. No single request is the cause."""
+    """Raised if the backend can no longer compute requests, and no single request is the cause."""
 
 
 class Computed(NamedTuple):
@@ -42,7 +45,7 @@ class Computed(NamedTuple):
 
 
 class Forward:
-    """Computes the work of a step.
+    """Runs the decode calls of a step.
 
     Only the engine thread may use this class, except for `interrupt_bulk` and reads of `abortable_handle`.
     """
@@ -62,7 +65,10 @@ class Forward:
         self._has_arrival = False  # an interactive request has arrived since the step started
 
     def begin_step(self) -> None:
-        """Clear the flag for arrived interactive requests. This method must be called before the inbox is read."""
+        """Clear the flag that is set when an interactive request arrives.
+
+        This method must be called before the inbox is read.
+        """
         self._has_arrival = False
 
     def interrupt_bulk(self) -> None:
@@ -75,8 +81,8 @@ class Forward:
         """Decode and yield one micro-batch at a time.
 
         The caller must sample a micro-batch's tokens before requesting the next micro-batch. If a micro-batch fails,
-        each of its requests is retried alone. A request ends if it also fails alone. Raises BackendBroken if the
-        backend is broken and another process can take over.
+        each of its requests is retried individually. A request that fails again ends with an error. Raises
+        BackendBroken if the backend is broken and another process can take over.
         """
         self._drafting.begin_step()
         checks, works = self._drafting.take_checks(works)
@@ -92,7 +98,8 @@ class Forward:
     def _may_draft(self) -> bool:
         """Return whether drafts can be decoded without delaying a prompt or a stream.
 
-        Drafts delay nothing if all slots are decoding and belong to the same class.
+        Drafts don't cause delays if all busy slots are decoding, and their requests are either all interactive or all
+        bulk requests.
         """
         if not self._drafting.is_active:
             return False
@@ -167,7 +174,7 @@ class Forward:
         return self._backend.partial_reuse and (is_long or self._interruptions.are_affordable)
 
     def _recover(self, works: list[SlotWork], error: Exception) -> Iterator[Computed]:
-        """Restore the slots, then retry each request alone. A request ends only if it also fails alone."""
+        """Restore the slots, then retry each request individually. Only requests that fail again end with an error."""
         for work in works:
             self._scheduler.rollback(work)
         code = error.code if isinstance(error, DecodeError) else None
@@ -182,7 +189,10 @@ class Forward:
             self._fail_alone(works[0].sequence, error)
             return
         log.warning(
-            "decode call failed", error=repr(error), num_requests=len(works), detail="each request is retried alone"
+            "decode call failed",
+            error=repr(error),
+            num_requests=len(works),
+            detail="each request will be retried individually",
         )
         for work in works:
             yield from self._compute([work])
@@ -193,7 +203,9 @@ class Forward:
             return
         self._num_failed_alone += 1
         if self._num_failed_alone >= BROKEN and self._pulse.is_watched:
-            raise BackendBroken(f"{self._num_failed_alone} requests in a row failed alone; last error: {error!r}")
+            raise BackendBroken(
+                f"{self._num_failed_alone} consecutive requests failed when retried individually; last error: {error!r}"
+            )
         failure = DecodeFailed(f"{error} for this request alone; other requests were not affected")
         self._requests.fail(sequence, failure)
 

@@ -1,6 +1,7 @@
-"""The requests of one engine, from submission to the terminal event.
+"""An engine's requests, from submission to the terminal event.
 
-This module contains handles, output, and the sequences of each request. A failed request doesn't affect other requests.
+This module manages request handles, output events, and the sequences of each request. A failed request doesn't affect
+other requests.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CancelReason = Literal["cancelled", "timeout"]
 
 
 class Handle:
-    """Lets a caller wait for, observe or cancel one request. Any thread may use it."""
+    """Lets a caller wait for, observe or cancel one request. A handle is thread-safe."""
 
     def __init__(
         self,
@@ -62,7 +63,10 @@ class Handle:
         self._on_event = on_event
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Return the completion. Raises the request's EngineError, or TimeoutError if it has not finished yet."""
+        """Return the completion.
+
+        Raises the request's EngineError, or TimeoutError if the request has not finished after `timeout_s`.
+        """
         return self.future.result(timeout_s)
 
     def cancel(self, reason: CancelReason = "cancelled") -> None:
@@ -75,17 +79,17 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Return whether the request has ended: it has finished, has failed, or was cancelled."""
+        """Return whether the request has finished, failed or been cancelled."""
         return self.future.done()
 
     def deliver(self, event: Event) -> None:
-        """Deliver an event to the caller. Only the engine thread may call this."""
+        """Deliver an event to the caller. Only the engine thread may call this method."""
         if self._on_event is not None:
             try:
                 self._on_event(event)
             except Exception:  # the callback's code, on the engine thread
                 log.exception(
-                    "event callback failed", request=self.request.id, detail="the callback is not called again"
+                    "event callback failed", request=self.request.id, detail="the callback will not be called again"
                 )
                 self._on_event = None
         if isinstance(event, Finished):
@@ -103,7 +107,7 @@ class EngineCall(Generic[T]):
         self.future: Future[T] = Future()
 
     def run(self) -> None:
-        """Call the function. Only the engine thread may call this."""
+        """Call the function. Only the engine thread may call this method."""
         if not self.future.set_running_or_notify_cancel():
             return  # the other thread no longer waits
         try:
@@ -119,9 +123,9 @@ Listener = Callable[[tuple[Event, ...]], None]
 
 
 class EventOutput:
-    """Turns the tokens of sequences into events, and delivers them to the listeners once per step.
+    """Turns sequences' tokens into events, and delivers the events to the listeners once per step.
 
-    Only the engine thread may use it.
+    Only the engine thread may use this class.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -152,9 +156,9 @@ class EventOutput:
         return None
 
     def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool, cut: bool) -> None:
-        """Emit a finished sequence's held-back text, unless it ended at a stop string (`stopped`).
+        """Emit a finished sequence's held-back text, unless the sequence ended at a stop string (`stopped`).
 
-        `cut` is true if the model would have continued.
+        `cut` is true if the sequence was ended before the model finished its reply.
         """
         if not stopped:
             self._release(handle, sequence, sequence.text_stream.flush())
@@ -177,7 +181,7 @@ class EventOutput:
             try:
                 listener(events)
             except Exception:  # the callback's code, on the engine thread
-                log.exception("event listener failed", detail="the listener is called again with the next events")
+                log.exception("event listener failed", detail="the listener will still receive later events")
 
     def _text_after(self, sequence: Sequence, token: int, count: int) -> str | StopMatch:
         """Return the text that becomes final with this token.
@@ -202,7 +206,7 @@ class EventOutput:
             self._emit_text(handle, sequence, text, "text")
 
     def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[ReplyPart]) -> None:
-        """Emit the final parts of a chat reply.
+        """Emit the parts of a chat reply that have become final.
 
         While text is held back for a long time, empty text events are emitted to report the new tokens.
         """
@@ -243,7 +247,7 @@ Arguments = ParamSpec("Arguments")
 class RequestGroup:
     """A request's sequences. Each sequence generates one of the request's `n` completions.
 
-    The request ends when its last sequence ends. Only the engine thread may use it.
+    The request ends when its last sequence ends. Only the engine thread may use this class.
     """
 
     handle: Handle
@@ -270,9 +274,9 @@ class RequestGroup:
 
 
 class EngineRequests:
-    """Owns the sequences of all requests. Only the engine thread may use it.
+    """Owns the sequences of all requests. Only the engine thread may use this class.
 
-    These methods never raise errors that are caused by a single request. Such an error ends only that request.
+    The methods never raise errors that are caused by a single request. Such an error ends only that request.
     """
 
     def __init__(
@@ -451,12 +455,15 @@ class EngineRequests:
     # Finishing
 
     def end(self, handle: Handle, reason: FinishReason) -> None:
-        """End a request early, with its output so far. If the request has already ended, do nothing."""
+        """End a request early, and complete it with the output generated so far.
+
+        If the request has already ended, do nothing.
+        """
         if (group := self._groups.get(handle)) is not None:
             self._guarded(group, self._end_all, group, reason)
 
     def time_out(self, sequence: Sequence) -> None:
-        """End the request of a sequence whose deadline has passed, with its output so far."""
+        """End the request of a sequence whose deadline has passed, and complete it with the output generated so far."""
         if (handle := self.handle_of(sequence)) is not None:
             self.end(handle, "timeout")
 
@@ -494,7 +501,7 @@ class EngineRequests:
             try:
                 self._free(group, sequence, keep=False)
             except Exception:  # the request still has to end
-                log.exception("slot release failed", request=request_id)
+                log.exception("slot not released", request=request_id)
         self._close(group, Finished(request_id, error=error))
 
     def fail_all(self, error: EngineError) -> None:
@@ -508,7 +515,7 @@ class EngineRequests:
         try:
             self._drafting.end(sequence)
         except Exception:  # the content of the slot is unknown
-            log.exception("draft token removal failed", request=sequence.request.id)
+            log.exception("draft tokens not removed", request=sequence.request.id)
             keep = False
         self._scheduler.release(sequence, keep=keep)
 

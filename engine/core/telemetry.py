@@ -1,7 +1,7 @@
 """An engine's telemetry: request timings, counters, rates, snapshots and listeners.
 
 The engine thread writes the counters. Any thread can take a snapshot. A snapshot reads single numbers and copies of
-lists without a lock, so it is up to date even during a long step.
+lists without a lock, so every snapshot is up to date, even during a long step.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _rate(count: int, seconds: float | None) -> float | None:
 
 
 class StepCounts:
-    """Histograms of the gaps between two tokens of a sequence, and of batch sizes.
+    """Histograms of the gaps between consecutive tokens of a sequence, and of batch sizes.
 
-    Only the engine thread writes the histograms. Any thread may copy the lists. At worst, a copy is missing part of the
-    last gap or step.
+    Only the engine thread writes the histograms. Any thread may copy the lists. At worst, a copy includes only part of
+    the most recent gap or step.
     """
 
     def __init__(self, gap_bounds_s: Iterable[float], batch_bounds: Iterable[float]) -> None:
@@ -114,7 +114,10 @@ class _EngineLoad(NamedTuple):
 
 
 class Telemetry:
-    """Counts the steps, tokens and requests of an engine. Only the engine thread may use it, except for `snapshot`."""
+    """Counts the steps, tokens and requests of an engine.
+
+    Only the engine thread may use this class, except for `snapshot`.
+    """
 
     def __init__(
         self, scheduler: Scheduler, drafting: Drafting, inbox: Inbox[Any], model: str, disk: DiskTier | None = None
@@ -136,11 +139,11 @@ class Telemetry:
         self.on_request: list[Callable[[RequestStats], None]] = []
 
     def stopped(self) -> None:
-        """Report the phase "stopped" from now on."""
+        """Report the phase as "stopped" from now on."""
         self._is_stopped = True
 
     def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
-        """Count a step with its chunks, busy slots and durations."""
+        """Add a step's chunks, busy slots and durations to the counters."""
         decode = sum([len(chunk.tokens) for chunk in chunks if chunk.decode])
         total = sum([len(chunk.tokens) for chunk in chunks])
         self._prefilled_tokens += total - decode
@@ -179,7 +182,7 @@ class Telemetry:
             _call(self.on_request, _request_stats(self._model, request, completion, now))
 
     def token(self, gap_s: float | None = None) -> None:
-        """Count a token and the gap before it.
+        """Count a token, and the gap between the previous token and this token.
 
         `gap_s` is None for the first token and for accepted draft tokens.
         """
@@ -189,7 +192,7 @@ class Telemetry:
                 counter.gap(gap_s)
 
     def _load(self) -> _EngineLoad:
-        """Return the running and waiting requests, including those in the inbox. Any thread may call this."""
+        """Return the running and waiting requests, including requests in the inbox. Any thread may call this method."""
         num_ended = self._finished + self._failed  # read first, so that requests ending now don't count as waiting
         sequences = [sequence for sequence in list(self._scheduler.slots) if sequence is not None]
         num_running = len({id(sequence.request) for sequence in sequences})
@@ -198,7 +201,7 @@ class Telemetry:
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        """A snapshot of the current state. Any thread may read it."""
+        """A snapshot of the current state. Any thread may take a snapshot."""
         scheduler, cache, hits = self._scheduler, self._scheduler.cache, self._scheduler.cache.counters
         store = None if self._disk is None else self._disk.store
         disk = StoreCounters() if store is None else store.counters
@@ -257,7 +260,7 @@ def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
         try:
             callback(stats)
         except Exception:  # the listener's code, on the engine thread
-            log.exception("telemetry listener failed", detail="the listener is not called again")
+            log.exception("telemetry listener failed", detail="the listener will not be called again")
             callbacks.remove(callback)
 
 

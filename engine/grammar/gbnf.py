@@ -233,7 +233,7 @@ class _Parser:
         self._at = found.end()
 
     def _skip_inside(self) -> None:
-        """Skip whitespace after a part. Within parentheses, this includes line breaks."""
+        """Skip whitespace after a part. Within parentheses, line breaks count as whitespace."""
         self._skip(_LINES if self._depth else _SPACE)
 
     def _match(self, pattern: re.Pattern[str], expected: str) -> str:

@@ -1,4 +1,4 @@
-"""Compile the constraints of requests with llguidance, or with an automaton for GBNF."""
+"""Compile requests' constraints, using llguidance or, for GBNF grammars, an automaton."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Constraint(Protocol):
 
 
 class GrammarSpec(NamedTuple):
-    """The constraint that a request sets on its text. `kind` is json_schema, regex, lark or grammar (GBNF)."""
+    """The constraint that a request sets on its generated text.
+
+    `kind` is json_schema, regex, lark or grammar (GBNF).
+    """
 
     kind: str
     text: str
@@ -53,9 +56,9 @@ class GrammarSpec(NamedTuple):
 
 
 class CompiledGrammar(NamedTuple):
-    """The compiled constraint of a request.
+    """A request's compiled constraint.
 
-    `start` returns a constraint for each of its sequences, and may raise GrammarFailed.
+    `start` returns a new constraint for one of the request's sequences, and may raise GrammarFailed.
     """
 
     start: Callable[[], Constraint]
@@ -97,9 +100,9 @@ class Grammars:
     def compile(self, spec: GrammarSpec, visible: Mapping[int, bytes] | None = None) -> CompiledGrammar:
         """Compile a constraint.
 
-        Raises InvalidRequest if it can't be compiled. llguidance releases the GIL during compilation. `visible` maps
-        control tokens to their texts, which are part of the output. A GBNF grammar matches the texts of these tokens,
-        and a Lark grammar refers to the tokens by name.
+        Raises InvalidRequest if the constraint can't be compiled. llguidance releases the GIL during compilation.
+        `visible` maps control tokens to their texts, which are part of the output. A GBNF grammar matches the texts of
+        these tokens, and a Lark grammar refers to the tokens by name.
         """
         grammar, warnings = self._compiled(spec)
         if isinstance(grammar, Automaton):

@@ -52,9 +52,9 @@ class MatcherTokens:
         ends: frozenset[int],
         tokenize: Callable[[bytes], list[int]],
     ) -> None:
-        """Convert the bytes of all tokens (`pieces`) and the Lark names of control tokens (`controls`).
+        """Convert a vocabulary: the bytes of all tokens (`pieces`) and the Lark names of control tokens (`controls`).
 
-        `ends` are the tokens that end a generation. `tokenize` returns the tokens of a text within a longer text.
+        `ends` are the tokens that end generation. `tokenize` returns the tokens that a string has inside a longer text.
         """
         texts = [piece if _is_text(piece) else b"" for piece in pieces]
         for token in controls.keys() | ends:
@@ -68,7 +68,7 @@ class MatcherTokens:
         self._tokenizer = LLTokenizer(vocabulary, eos_token=end_ids, slices=_SLICES)
 
     def attempt(self, grammar: str) -> LLMatcher:
-        """Return a new matcher, which contains an error if the grammar can't be compiled.
+        """Return a new matcher. If the grammar can't be compiled, the matcher contains an error.
 
         This method releases the GIL. `grammar` is a Lark grammar or a result of `LLMatcher.grammar_from_…`.
         """
@@ -88,8 +88,8 @@ class MatcherTokens:
 class SharedGrammar:
     """A compiled grammar, which is copied for each sequence. This class is thread-safe.
 
-    All copies share a lexer, which caches both its states and any error. After a text that needed too much work, every
-    copy would fail. The grammar is therefore recompiled once for all of its matchers.
+    All copies share a lexer, which caches both its states and any error. After one sequence's text has required too
+    much work, every copy would fail. The grammar is therefore recompiled once for all of its matchers.
     """
 
     def __init__(self, tokens: MatcherTokens, grammar: str, name: str, first: LLMatcher | None = None) -> None:
@@ -101,7 +101,7 @@ class SharedGrammar:
         self._lock = threading.Lock()
 
     def copy(self) -> tuple[LLMatcher, int]:
-        """Return a new matcher and the number of its lexer."""
+        """Return a new matcher, and the number of the lexer that the matcher uses."""
         with self._lock:
             return self._first.deep_copy(), self._number
 
@@ -122,7 +122,7 @@ class SharedGrammar:
 class Matcher:
     """A Constraint (grammars.py) that applies an llguidance grammar to one sequence.
 
-    Only the engine thread may use it.
+    Only the engine thread may use this class.
     """
 
     def __init__(self, shared: SharedGrammar) -> None:
@@ -137,8 +137,8 @@ class Matcher:
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
         """Return whether each of these tokens may come next. Raises GrammarFailed if this check takes too much work.
 
-        Even if the grammar allows only one text, different tokens may spell this text. A single token is compared with
-        all spellings, but several tokens are compared only with the usual spelling.
+        Even if the grammar allows only one text, different tokens may spell this text. A single token is checked
+        against all tokenizations, but several tokens are checked only against the usual tokenization.
         """
         if len(tokens) == 1 and self._mask is None and self._allows_one(int(tokens[0])):
             return np.ones(1, np.bool_)
@@ -152,13 +152,16 @@ class Matcher:
         return self._mask
 
     def _allows_one(self, token: int) -> bool:
-        """Return True if the token is certainly allowed. If the result is False, check the mask."""
+        """Return True if the token is certainly allowed.
+
+        If the result is False, the token may still be allowed, so check the mask.
+        """
         if token in self._ends:
             return self._retry(LLMatcher.is_accepting)
         return self._matcher.validate_tokens([token]) == 1
 
     def accept(self, token: int) -> None:
-        """Advance past an allowed token. Raises GrammarFailed if the grammar can't continue after it."""
+        """Advance past an allowed token. Raises GrammarFailed if the grammar can't continue after this token."""
         self._mask = None
         if token not in self._ends:
             self._retry(lambda matcher: matcher.consume_token(token))
@@ -167,11 +170,11 @@ class Matcher:
                 self._matcher.compute_bitmask()
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must come next, in the vocabulary's usual spelling."""
+        """Return the tokens that must come next, in the vocabulary's usual tokenization."""
         return self._matcher.compute_ff_tokens()
 
     def _retry(self, call: Callable[[LLMatcher], T]) -> T:
-        """Call a function with the matcher and return its result.
+        """Call a function with the matcher, and return the function's result.
 
         If the shared lexer failed, restart the matcher and repeat the call.
         """
@@ -211,7 +214,7 @@ def reason_of(error: str) -> str:
 
 
 def _is_text(piece: bytes) -> bool:
-    """Return whether a token is text. Tokens that start with a NUL byte are not text."""
+    """Return whether a token represents text. Tokens that start with a NUL byte don't represent text."""
     return piece[:1] not in (b"", b"\0", _SPECIAL)
 
 

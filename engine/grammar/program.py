@@ -1,4 +1,4 @@
-"""Compile a grammar into a program over bytes. The automaton in `automaton.py` walks the program's nodes.
+"""Compile a grammar into a program that matches bytes. The automaton in `automaton.py` walks the program's nodes.
 
 Counted repetitions remain loops, and characters become ranges of UTF-8 bytes, so a program is not much larger than the
 grammar's text.
@@ -30,7 +30,7 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A node that continues with each of several nodes."""
+    """A node after which matching continues with several alternative nodes."""
 
     nodes: tuple[int, ...]
 
@@ -65,7 +65,7 @@ class Program:
 
 
 def compile_grammar(text: str, root: str) -> Program:
-    """Return the program of a grammar. Raises InvalidRequest if it is invalid, too large or left-recursive."""
+    """Return the program of a grammar. Raises InvalidRequest if the grammar is invalid, too large or left-recursive."""
     rules = gbnf.parse(text)
     if root not in rules:
         raise grammar_error(f"rule {root!r} is not defined")
@@ -86,7 +86,7 @@ def _references(part: GbnfPart) -> Iterator[str]:
 
 
 class _NullableParts:
-    """The parts of a grammar that may match the empty text."""
+    """The parts of a grammar that may match the empty string."""
 
     def __init__(self, rules: dict[str, GbnfPart]) -> None:
         """Find the nullable rules.
@@ -153,7 +153,7 @@ def _first_rules(part: GbnfPart, nullable: _NullableParts) -> Iterator[str]:
 
 
 def _reject_left_recursion(rules: dict[str, GbnfPart], nullable: _NullableParts) -> None:
-    """Raise InvalidRequest if a rule starts with itself. The depth-first search visits each rule once."""
+    """Raise InvalidRequest if a rule is left-recursive. The depth-first search visits each rule once."""
     done: set[str] = set()
     for origin in rules:
         path: dict[str, Iterator[str]] = {}  # the rules being visited, the outermost first
@@ -227,7 +227,7 @@ class _Compiler:
     def _edges(self, sequences: list[Bytes], after: int, cached: dict[tuple[Bytes, ...], int]) -> int:
         """Return a node that matches any of these sequences of byte ranges.
 
-        Equal remainders of sequences share nodes.
+        Sequences with the same remaining byte ranges share nodes.
         """
         key = tuple(sequences)
         if key not in cached:

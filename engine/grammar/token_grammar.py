@@ -1,4 +1,4 @@
-"""Check which tokens a grammar allows by walking the automaton with their bytes."""
+"""Check which tokens a grammar allows by passing each token's bytes through the automaton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenBytes:
     """The bytes of all tokens of a vocabulary, concatenated."""
 
     def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
-        """Concatenate the bytes of all tokens. `ends` are the tokens that end a generation.
+        """Concatenate the bytes of all tokens. `ends` are the tokens that end generation.
 
         Tokens that start with a NUL byte have no text.
         """
@@ -35,12 +35,15 @@ class TokenBytes:
 
 
 class TokenGrammar:
-    """A Constraint (grammars.py) that applies a GBNF grammar to one sequence. Only the engine thread may use it."""
+    """A Constraint (grammars.py) that applies a GBNF grammar to one sequence.
+
+    Only the engine thread may use this class.
+    """
 
     def __init__(
         self, automaton: Automaton, tokens: TokenBytes, work: WorkBudget, visible: Mapping[int, bytes] | None = None
     ) -> None:
-        """Start at the root of the grammar. Raises GrammarFailed if the grammar is too ambiguous.
+        """Start at the grammar's root rule. Raises GrammarFailed if the grammar is too ambiguous.
 
         `visible` maps control tokens to their texts, which are part of the output.
         """
@@ -113,7 +116,10 @@ class TokenGrammar:
         return np.unpackbits(masks[state], count=size).astype(np.bool_)
 
     def _check_all(self, state: int, tokens: Ids) -> Allowed:
-        """Walk the automaton with many tokens together, byte by byte. Tokens without text are not allowed."""
+        """Pass the bytes of many tokens through the automaton in parallel, one byte of each token at a time.
+
+        Tokens without text are not allowed.
+        """
         lengths, offsets = self._tokens.lengths[tokens], self._tokens.offsets[tokens]
         allowed = np.zeros(len(tokens), np.bool_)
         active = np.flatnonzero(lengths)

@@ -1,5 +1,5 @@
-"""The KV cache: which tokens are in which cells, prefixes that sequences reuse, and saved states in RAM and on disk.
+"""Track which tokens the KV cells contain, reuse prefixes for new sequences, and save states to RAM and to disk.
 
-May use: `errors`, `backend`, `events`, `options`, `kvstore`. Memory is accessed through the protocol `KvMemory`, so
-this package doesn't import llama.cpp.
+This package may import `errors`, `backend`, `events`, `options` and `kvstore`. Memory is accessed through the protocol
+`KvMemory`, so llama.cpp is not imported.
 """

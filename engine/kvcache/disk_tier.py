@@ -46,7 +46,7 @@ class StateLoad:
 
 
 class LoadWait(NamedTuple):
-    """A sequence's wait for a load. The sequence waits no longer than computing the tokens would take."""
+    """A sequence that waits for a load. The sequence waits no longer than computing the tokens would take."""
 
     load: StateLoad
     until: float
@@ -66,7 +66,7 @@ class LoadedState(NamedTuple):
 class DiskTier:
     """Loads and saves the states of one engine.
 
-    Only the engine thread may use it, unless a method's docstring says otherwise.
+    Only the engine thread may use this class, unless a method's docstring says otherwise.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DiskTier:
         try:
             return self.store.longest(seed, tokens)
         except Exception:  # the prompt can be computed without the directory
-            log.exception("KV state directory not searched", detail="unexpected error; the prompt is prefilled")
+            log.exception("KV state lookup failed", detail="unexpected error; the whole prompt is prefilled")
             return None
 
     def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> LoadWait | None:
@@ -126,7 +126,7 @@ class DiskTier:
             try:
                 loaded = self._from_stored(stored, load.scope)
             except Exception:
-                log.exception("KV state not converted", detail="unusable format; the state's tokens are recomputed")
+                log.exception("KV state not converted", detail="unusable format; the state's tokens will be recomputed")
         self._done.append((load, loaded))
         self._nudge()
 
@@ -187,7 +187,7 @@ class DiskTier:
         self.store.offer(make, gain_s * state.note.reuse_probability, num_bytes)
 
     def _seed_maker(self, scope: Hashable) -> Callable[[], bytes] | None:
-        """Return a function that computes the seed of a scope, or None if only a single sequence uses the scope.
+        """Return a function that computes a scope's seed, or None if only a single sequence uses the scope.
 
         The function is called on another thread.
         """
@@ -201,7 +201,7 @@ class DiskTier:
     def _to_stored(
         self, state: SavedState, checkpoints: Mapping[int, Any], seed: Callable[[], bytes]
     ) -> StoredState | None:
-        """Convert a state for the store, or return None if it has no portable format.
+        """Convert a state for the store, or return None if the state has no portable format.
 
         The store's writer thread calls this method.
         """
@@ -237,7 +237,7 @@ class DiskTier:
 
 
 def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """Open the state directory given by the options, or return None if the options don't save states to disk."""
+    """Open the state directory given by the options, or return None if the options disable saving states to disk."""
     if options.cache_dir is None or not options.keeps_states:
         return None
     return StateStore(

@@ -1,8 +1,9 @@
-"""The KV cache: which tokens are in which slot, which prefix a new sequence can reuse, and what is saved to RAM.
+"""Track which tokens each slot contains, which prefixes new sequences can reuse, and which states are saved to RAM.
 
 A slot keeps its cells when its sequence finishes, so a later sequence with the same prefix can reuse them. When another
-sequence needs the slot, the slot's cells are first copied to RAM (ram_tier.py), unless they are too few to be worth
-saving. All changes to the device's cells are made through KvCache. Only the engine thread uses it, except for `probe`.
+sequence needs the slot, the slot's cells are first copied to RAM (ram_tier.py), unless there are too few cells to be
+worth saving. All changes to the device's cells are made through KvCache. Only the engine thread uses KvCache, except
+for `probe`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Block:
 
 
 class Cells:
-    """Counts the KV cells in use, in blocks by position.
+    """Counts the KV cells in use, grouped into blocks of consecutive positions.
 
     The count is exact, and a cell shared by several slots is counted once. If `shared` is true, slots can share the
     cells of a prefix. This class doesn't access the device.
@@ -99,7 +100,7 @@ class Cells:
         self._blocks[target] = blocks
 
     def swap(self, slot: int, other: int) -> None:
-        """Exchange the cells of two slots."""
+        """Swap the cells of two slots."""
         self._blocks[slot], self._blocks[other] = self._blocks[other], self._blocks[slot]
 
     def _cut(self, slot: int, count: int) -> int:
@@ -127,7 +128,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of a sequence, and the number of leading tokens that it reuses from `source`."""
+    """A sequence's slot, and the number of leading tokens that the sequence reuses from `source`."""
 
     slot: int
     source: Source | None
@@ -165,9 +166,10 @@ class KvCache:
     def __init__(
         self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
     ) -> None:
-        """Create a cache that uses at most `ram_bytes` for saved states and checkpoints. With 0, nothing is saved.
+        """Create a cache that uses at most `ram_bytes` for saved states and checkpoints.
 
-        `demanded_prefix` returns the length of the longest prefix that these tokens share with a waiting sequence.
+        If `ram_bytes` is 0, nothing is saved. `demanded_prefix` returns the length of the longest prefix that these
+        tokens share with a waiting sequence.
         """
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
@@ -196,7 +198,7 @@ class KvCache:
         return best
 
     def prefixes_in_progress(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[int, int]]:
-        """Yield slots whose computed or planned tokens share a prefix, each with the prefix length, longest first."""
+        """Yield slots with computed or planned tokens that share a prefix with `tokens`, longest prefix first."""
         limit = len(tokens) - 1
         return ((slot, min(shared, limit)) for slot, shared in self._index.matches(tokens, scope))
 
@@ -209,7 +211,7 @@ class KvCache:
         return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
 
     def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
-        """Return the source that saves the most tokens, with the number of tokens that it provides, or None.
+        """Return the source that saves the most tokens, and the number of tokens that it provides, or None.
 
         A source's gain is the number of tokens that it provides, minus the cost of moving the source. If sources must
         be moved, the search stops early. The gain of the returned source can then be up to MOVE_COST_TOKENS below the
@@ -355,11 +357,11 @@ class KvCache:
         return num_reused
 
     def _load_prefix(self, placement: Placement) -> int:
-        """Copy or restore the prefix into the empty slot. Return its number of tokens, or 0 after a failure."""
+        """Copy or restore the prefix into the empty slot. Return the prefix length in tokens, or 0 after a failure."""
         try:
             return self._restore(placement) if isinstance(placement.source, SavedState) else self._copy(placement)
         except Exception:  # out of memory, for example
-            log.exception("prefix reuse failed", slot=placement.slot, detail="the prefix's tokens are computed again")
+            log.exception("prefix reuse failed", slot=placement.slot, detail="the prefix's tokens will be recomputed")
             self.wipe(placement.slot)
             return 0
 
@@ -439,7 +441,7 @@ class KvCache:
         return self.ram.quota_bytes > 0 and num_tokens >= MIN_SAVED_TOKENS
 
     def clear(self, slot: int) -> None:
-        """Empty a slot. If the slot's contents should be saved, save them to RAM first."""
+        """Empty a slot. If the slot's contents are worth saving, first save the contents to RAM."""
         if self.ram.quota_bytes and self._is_demanded(slot):
             self._records[slot].is_unsaved = True
         self.save_unsaved(slot)
@@ -473,7 +475,7 @@ class KvCache:
     # Moving between slots
 
     def swap(self, slot: int, other: int) -> bool:
-        """Exchange the contents of two slots that share no cells. Return False if nothing was changed.
+        """Swap the contents of two slots that share no cells. Return False if nothing was changed.
 
         The contents of `slot` are copied, and the contents of `other` are saved and restored. Contents that can't be
         moved are lost. If this method raises an exception, the contents of both slots are unknown.
@@ -482,7 +484,9 @@ class KvCache:
         try:
             state = self.memory.save(other) if self.cells.of(other) else None
         except Exception:  # out of memory, for example
-            log.exception("slot exchange failed", slot=slot, other=other, detail="the state can't be copied to RAM")
+            log.exception(
+                "slot contents not swapped", slot=slot, other=other, detail="the state can't be copied to RAM"
+            )
             return False
         self.memory.trim(other, 0)
         if num_tokens and not self._fills(other, self.memory.copy, slot, other, num_tokens):
@@ -505,12 +509,12 @@ class KvCache:
         try:
             return action(*args)
         except Exception:
-            log.exception("KV state move failed", detail="the state's tokens are computed again when needed")
+            log.exception("KV state not moved", detail="the state's tokens will be recomputed when needed")
             self.memory.trim(slot, 0)
             return False
 
     def _swap_entries(self, slot: int, other: int) -> None:
-        """Exchange the index entries of two slots.
+        """Swap the index entries of two slots.
 
         Both entries are removed first, so another thread can't find tokens in the wrong scope.
         """

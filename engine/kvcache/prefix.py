@@ -13,7 +13,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[Holder]):
-    """A node of the tree. It stores the tokens on the edge from its parent, and its subtree."""
+    """A tree node, which stores its subtree and the tokens on the edge from its parent."""
 
     edge: Tokens
     parent: _Node[Holder] | None
@@ -38,7 +38,7 @@ class PrefixIndex(Generic[Holder]):
         return holder in self._ends
 
     def insert(self, holder: Holder, tokens: Sequence[int], scope: Hashable = "") -> None:
-        """Set a holder's tokens. A tuple is stored without copying it."""
+        """Set a holder's tokens. A tuple is stored without being copied."""
         self.remove(holder)
         tokens, start = tuple(tokens), 0
         node = self._roots.get(scope)
@@ -134,7 +134,7 @@ class PrefixIndex(Generic[Holder]):
         return [length for node, length in path if node.num_holders >= at_least]
 
     def _walk(self, tokens: Tokens, scope: Hashable) -> list[tuple[_Node[Holder], int]]:
-        """Return the nodes on the path of `tokens`, each with the number of tokens that are shared up to its end."""
+        """Return the nodes on the path of `tokens`, each with the number of tokens shared up to the end of the node."""
         path: list[tuple[_Node[Holder], int]] = []
         node, length = self._roots.get(scope), 0
         while node is not None and length < len(tokens):
@@ -193,7 +193,7 @@ def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
 
 
 def _merge_with_only_child(node: _Node[Holder]) -> None:
-    """Remove a node in which no holder ends, and prepend its edge to the edge of its only child."""
+    """Remove a node at which no holder ends, and prepend the node's edge to its only child's edge."""
     (child,) = node.children.values()
     assert node.parent is not None
     child.edge, child.parent = node.edge + child.edge, node.parent

@@ -28,7 +28,7 @@ MAX_CONTEXT_TOKENS = 1 << 19  # tokens of all contexts together, mostly of promp
 
 @dataclass(eq=False, slots=True)
 class _Checkpoint:
-    """A recurrent state at an earlier length.
+    """A recurrent state from an earlier point, when fewer tokens had been computed.
 
     Slots and saved states that were copied from each other share their checkpoints.
     """
@@ -41,8 +41,8 @@ class _Checkpoint:
 class Checkpoints:
     """The lengths to which slots and saved states can be truncated, and the data needed for truncating them.
 
-    Only the engine thread may use it, except for `lengths`. Checkpoints are needed only for models whose states can't
-    be truncated to arbitrary lengths. A holder has at most one checkpoint per length.
+    Only the engine thread may use this class, except for `lengths`. Checkpoints are needed only for models whose states
+    can't be truncated to arbitrary lengths. A holder has at most one checkpoint per length.
     """
 
     def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
@@ -69,7 +69,7 @@ class Checkpoints:
             if self.is_enabled:
                 self._add(_Checkpoint(num_tokens, self._memory.checkpoint(slot)), slot)
         except Exception:  # out of memory, for example
-            log.exception("checkpoint failed", slot=slot, detail="later requests compute the slot's tokens again")
+            log.exception("checkpoint not saved", slot=slot, detail="later requests may recompute the slot's tokens")
 
     def _make_room(self, num_bytes: int) -> None:
         while self._all and self.used_bytes + num_bytes > self.quota_bytes:
@@ -89,7 +89,7 @@ class Checkpoints:
             self._release(holder, checkpoint)
 
     def _release(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
-        """Remove a checkpoint from one of its holders. If it has no other holder, discard the checkpoint."""
+        """Remove a checkpoint from one of its holders. If the checkpoint has no other holder, discard it."""
         del self._of[holder][checkpoint.num_tokens]
         if not self._of[holder]:
             del self._of[holder]
@@ -103,7 +103,7 @@ class Checkpoints:
         return max((length for length in self._of.get(holder, ()) if length <= up_to), default=0)
 
     def at(self, holder: Hashable, num_tokens: int) -> Any | None:
-        """Return the data for truncating the holder to this length, or None if it has no checkpoint there."""
+        """Return the data for truncating the holder to this length, or None if no checkpoint has this length."""
         checkpoint = self._of.get(holder, {}).get(num_tokens)
         if checkpoint is None:
             return None
@@ -124,7 +124,7 @@ class Checkpoints:
         return {length: checkpoint.data for length, checkpoint in self._of.get(holder, {}).items()}
 
     def lengths(self, holder: Hashable) -> list[int]:
-        """Return the lengths of the holder's checkpoints. Any thread may call this."""
+        """Return the lengths of the holder's checkpoints. Any thread may call this method."""
         return list(self._of.get(holder, ()))
 
     def adopt(self, holder: Hashable, num_tokens: int, data: Any) -> None:
@@ -135,7 +135,7 @@ class Checkpoints:
         self._add(_Checkpoint(num_tokens, data), holder)
 
     def swap(self, one: Hashable, other: Hashable) -> None:
-        """Exchange the checkpoints of two holders."""
+        """Swap the checkpoints of two holders."""
         held = {holder: self._of.pop(holder, {}) for holder in (one, other)}
         for holder, checkpoints in held.items():
             for checkpoint in checkpoints.values():
@@ -153,7 +153,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class StateNote:
-    """Properties of a state that depend on the sequence that computed it."""
+    """Properties of a state that depend on the sequence that computed the state."""
 
     next_token: int | None = None  # token sampled after the state's tokens; together, they form the context with a key
     reuse_probability: float = CHAT_REUSE  # probability that a later request continues from the state
@@ -184,10 +184,10 @@ Source = int | SavedState  # a slot, or a state in RAM
 
 
 class RamTier:
-    """Owns the saved states. Only the engine thread may use it, except for the method `states`."""
+    """Owns the saved states. Only the engine thread may use this class, except for the method `states`."""
 
     def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
-        """Limit the total size of all states to `quota_bytes`. With 0, no states are saved.
+        """Limit the total size of all states to `quota_bytes`. If the quota is 0, no states are saved.
 
         A saved state shares its slot's checkpoints.
         """
@@ -222,7 +222,7 @@ class RamTier:
         try:
             self._save(slot, tokens, scope, note or StateNote())
         except Exception:  # out of memory, for example
-            log.exception("KV state copy failed", slot=slot, detail="the slot's tokens are computed again when needed")
+            log.exception("KV state not copied", slot=slot, detail="the slot's tokens will be recomputed when needed")
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote) -> None:
         size = self._memory.state_bytes(slot)
@@ -292,7 +292,7 @@ class RamTier:
                 self.forget(state)
 
     def touch(self, state: SavedState) -> None:
-        """Mark a state as the most recently used one."""
+        """Mark a state as most recently used."""
         if state in self._states:
             self._states.move_to_end(state)
 
@@ -317,8 +317,8 @@ class RamTier:
 class RecentContexts:
     """Stores the most recently finished contexts.
 
-    A request can continue such a context by its key, without sending its tokens. One thread adds contexts. Any thread
-    may look up contexts. A lookup computes the keys that it requires.
+    With a context's key, a request can continue the context without sending the context's tokens. One thread adds
+    contexts. Any thread may look up contexts. Keys are computed only when a lookup needs them.
     """
 
     def __init__(self) -> None:

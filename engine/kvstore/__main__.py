@@ -1,4 +1,6 @@
-"""Inspect and clean up a state directory in a child process of `cellama cache`, which must not import the engine.
+"""Inspect and clean up a state directory.
+
+`cellama cache` runs this module in a child process, because the command itself must not import the engine.
 
 `python -m cellama.engine.kvstore` reads one JSON object from stdin: `do` (list, info, clear, pin or unpin), `folder`,
 `keys` (complete keys or their first digits), `scope` and `pinned`. The process writes `{"result": …}` or `{"error": …}`

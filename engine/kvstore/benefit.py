@@ -1,4 +1,4 @@
-"""Decides which states are read and written, based on how much time a state on disk saves.
+"""Decide which states to read and write, based on how much time a state on disk saves.
 
 A state is read if reading it is faster than computing its tokens. A state is written if its expected saving is greater
 than zero. The expected saving is the time that one read saves, multiplied by the probability that a later request

@@ -1,6 +1,6 @@
-"""An in-memory index of one identity's states.
+"""An in-memory index of the states that share one identity, which is a digest of the model and its settings.
 
-The index follows the changes that any process makes in the directory.
+The index reflects changes that any process makes in the directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCAN_TIMEOUT_S = 0.1  # seconds that a request waits for another thread's scan b
 
 
 class StateCatalog:
-    """The index of one identity's directory. Any thread may use it.
+    """The index of one identity's directory. This class is thread-safe.
 
     The lock protects the index and is not held during I/O.
     """
@@ -122,7 +122,7 @@ class StateCatalog:
     def refresh(self) -> None:
         """Read the headers of new files.
 
-        If another thread is already reading them, wait at most SCAN_TIMEOUT_S for that thread.
+        If another thread is already reading headers, wait at most SCAN_TIMEOUT_S for that thread.
         """
         if self._is_up_to_date() or not self._scan_lock.acquire(timeout=SCAN_TIMEOUT_S):
             return
@@ -211,7 +211,7 @@ def _is_proper_prefix(head: StateHead, tokens: array[int], blocks: list[bytes]) 
 def _names_in(directory: Path) -> list[str]:
     """List a directory without updating its access time.
 
-    The update would have to wait for the fsync of other files.
+    Updating the access time would require waiting until the fsync of other files has finished.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_NOATIME", 0))
     try:

@@ -5,8 +5,8 @@
     `ROOT/<identity>/<key>.pin` is an empty file that excludes the state from eviction.
     `ROOT/<identity>/.<hex>.tmp` is an unfinished file, locked as long as its writer is alive.
 
-The objects in this module are not owned by any thread. Processes coordinate only through the lock file. If the file
-system supports flock across machines, the processes can run on different machines.
+The objects in this module don't belong to a particular thread. Processes coordinate only through the lock file. If the
+file system supports flock across machines, the processes can run on different machines.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class StateDirectory:
         self.num_evictions = 0  # files that this object removed because of the quota
 
     def directory_of(self, identity: bytes) -> Path:
-        """Return the directory for an identity's files, which may not exist yet."""
+        """Return the directory for an identity's files. The directory may not exist yet."""
         return self.root / sha256(identity).hexdigest()
 
     def prepare(self, directory: Path) -> None:
-        """Create the directories, remove files that crashed writers have left, and evict states that exceed the quota.
+        """Create the directories, remove the files of crashed writers, and evict states that exceed the quota.
 
         Raises PermissionError if other users can change files in the directory.
         """
@@ -150,7 +150,7 @@ class StateDirectory:
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def remove(self, files: Iterable[Path]) -> int:
-        """Remove states and their pins. Return the number of states that existed."""
+        """Remove states and their pins. Return the number of states that were actually removed."""
         paths = list(files)
         if not paths:
             return 0
@@ -209,12 +209,12 @@ def files_to_evict(
             evicted.append(file)
             excess -= file.num_bytes
     if excess > 0 and new_bytes:
-        raise DirectoryFull(f"pinned and unfinished files leave too little space: {excess} bytes are missing")
+        raise DirectoryFull(f"pinned and unfinished files leave too little space; {excess} more bytes are needed")
     return evicted
 
 
 def touch(path: Path) -> None:
-    """Mark a state as the most recently used one, if the file system allows it."""
+    """Mark a state as most recently used, if the file system allows this."""
     with contextlib.suppress(OSError):
         os.utime(path)
 

@@ -1,7 +1,7 @@
 """Context keys, which are computed as a chain of SHA-256 digests over blocks of token ids.
 
 All functions in this module are pure. The chain starts with a seed, which covers the weights, the adapters with their
-scales, and the scope. If any of these differ, the same tokens have different keys.
+scales, and the scope. With different seeds, the same tokens have different keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def is_key(text: str) -> bool:
-    """Return whether the text consists of 64 lowercase hexadecimal digits.
+    """Return whether the string consists of 64 lowercase hexadecimal digits.
 
     Only valid keys may become part of a path.
     """
@@ -29,7 +29,7 @@ def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) 
     """Return a 32-byte digest of the scope and of everything else that determines the cells, except the tokens.
 
     `adapters` contains pairs of a fingerprint and a scale, in any order. Adapters are identified by their fingerprints,
-    because a name may refer to other weights later.
+    because a name may refer to different weights later.
     """
     parts = [b"cellama kv seed 1", identity, scope.encode("utf-8", "surrogatepass")]
     for fingerprint, scale in sorted((name, float(scale) + 0.0) for name, scale in adapters):

@@ -99,21 +99,21 @@ class StateReader:
         try:
             state = None if self._is_closed else self._read(match)
         except Exception:  # the boundary of the thread
-            log.exception("KV state read failed", detail="unexpected error; the state's tokens are computed instead")
+            log.exception("KV state read failed", detail="unexpected error; the state's tokens will be recomputed")
         try:
             on_loaded(state)
         except Exception:
-            log.exception("KV state handover failed", detail="unexpected error in the engine")
+            log.exception("KV state not delivered", detail="unexpected error in the engine's callback")
         if state is not None:
             self._on_used(match.head.key)
 
     def _warm_memory(self) -> None:
-        """Prepare buffers until there are enough. Stop early if the engine is computing or a request is waiting."""
+        """Prepare buffers until enough are ready. Stop early if the engine is computing or a request is waiting."""
         try:
             while self.memory.needs_buffer and not self._has_work():
                 self.memory.add_buffer(must_stop=self._has_work)
         except Exception:  # out of memory, for example; the boundary of the thread
-            log.exception("memory preparation for KV states disabled", detail="the memory can't be allocated")
+            log.exception("preallocation for KV states disabled", detail="the memory can't be allocated")
             self.memory = WarmMemory(0)
 
     def _has_work(self) -> bool:
@@ -127,7 +127,7 @@ class StateReader:
             self._counters.add(misses=1)
             self._catalog.reject(match.head.key)
             if state is Miss.DAMAGED:
-                log.warning("damaged KV state removed", path=str(path), detail="the state's tokens are computed again")
+                log.warning("damaged KV state removed", path=str(path), detail="the state's tokens will be recomputed")
                 path.unlink(missing_ok=True)
             return None
         self._counters.add(hits=1, read_bytes=match.head.num_bytes)

@@ -67,7 +67,7 @@ class UnusableFile(Exception):
 
 
 def file_bytes(state: StoredState) -> int:
-    """Return the size in bytes of the file for this state."""
+    """Return the size in bytes that this state's file would have."""
     return _head_bytes(len(state.tokens), len(_scope_of(state)), 1 + len(state.checkpoints)) + state.num_bytes
 
 
@@ -148,12 +148,12 @@ def new_memory(num_bytes: int) -> mmap.mmap:
 
 
 def read_head(path: Path) -> StateHead | Miss:
-    """Return the header of a file whose name is its key, or a Miss if there is any problem."""
+    """Return the header of a file that is named after its key, or a Miss if the header can't be read or verified."""
     return _read_file(path, lambda descriptor: _head_of(descriptor, path.stem))
 
 
 def read_state(path: Path, max_bytes: int, memory: Callable[[int], Buffer] = new_memory) -> StoredState | Miss:
-    """Return the verified state, or a Miss if there is any problem.
+    """Return the verified state, or a Miss if the file has no usable state.
 
     Only the caller uses the memory that contains the state, so the caller may change it. Files of more than `max_bytes`
     bytes are not read. `memory` allocates the memory for the cells.

@@ -143,7 +143,7 @@ class StoreCounters:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: int) -> None:
-        """Add these numbers to the counters with the same names."""
+        """Add each of these numbers to the counter with the same name."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)

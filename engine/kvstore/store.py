@@ -18,7 +18,7 @@ WARM_BYTES = 128 << 20
 
 
 class StateStore:
-    """The states of one identity, in a directory shared with other models and processes. Any thread may use it.
+    """The states of one identity, in a directory shared with other models and processes. This class is thread-safe.
 
     Calls don't wait for the disk, except for `flush`, `close`, and a search (`longest`, `context`) after the directory
     has changed. Problems with the directory don't raise exceptions. Instead, reads count as misses, and states that
@@ -83,7 +83,7 @@ class StateStore:
     # Writing
 
     def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
-        """Queue a state for writing. Return False if the queue doesn't accept it.
+        """Queue a state for writing. Return False if the queue doesn't accept the state.
 
         The writer thread calls `make`. Until then, the state occupies `num_bytes` of memory. `expected_saved_s` is the
         state's expected saving in seconds. A state that is already in the directory is not written again.
@@ -128,7 +128,7 @@ class StateStore:
 
     @property
     def quota_bytes(self) -> int:
-        """The quota for `used_bytes`."""
+        """The maximum value of `used_bytes`."""
         return self.directory.quota_bytes
 
     def close(self) -> None:

@@ -5,8 +5,8 @@
 - While the engine is idle, states are written immediately. States that a caller of `flush` is waiting for are also
   written immediately.
 - While the engine is computing, a state is written only if credit is available. Credit is measured in seconds of core
-  time. The credit grows with time and with each load that saves computing time. A write is charged after it has
-  finished, and may leave a debt.
+  time. The credit grows with time and with each load that saves computing time. The cost of a write is deducted after
+  the write has finished, so the credit may become negative.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SaveOffer:
 class WriteCredit:
     """The core time in seconds that writing may use while the engine is computing.
 
-    If the credit is negative, it is a debt.
+    A negative value is a debt.
     """
 
     def __init__(self, now: float) -> None:
@@ -80,13 +80,13 @@ class WriteCredit:
 
 
 class SaveQueue:
-    """The states that are waiting to be written. Any thread may offer states, and one thread takes them.
+    """The states that are waiting to be written.
 
-    The lock is not held during I/O.
+    Any thread may offer states, and a single thread takes states from the queue. The lock is not held during I/O.
     """
 
     def __init__(self, max_bytes: int, counters: StoreCounters, clock: Callable[[], float]) -> None:
-        """Limit the total size of the waiting states to `max_bytes`. A single state may be larger."""
+        """Limit the total size of the waiting states to `max_bytes`. A single state may exceed this limit."""
         self._changed = threading.Condition()
         self._max_bytes = max_bytes
         self._counters = counters
@@ -239,7 +239,7 @@ class StateWriter:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether writing is suspended because the directory has refused a write."""
+        """Whether writing is suspended because a write to the directory has failed."""
         return self._clock() < self._suspended_until
 
     def note_used(self, key: str) -> None:
@@ -284,7 +284,7 @@ class StateWriter:
             self._queue.done(written, time.thread_time() - started)
 
     def _save(self, state: StoredState) -> bool:
-        """Write a state. Return False if it was not written."""
+        """Write a state. Return False if the state was not written."""
         if not self.is_suspended and not self._is_prepared:
             self._prepare()
         if self.is_suspended or self._is_stored(state):

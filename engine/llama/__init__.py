@@ -1,4 +1,4 @@
-"""llama.cpp implementation of the engine's protocols. No other package imports llama_cpp."""
+"""The llama.cpp implementation of the engine's protocols. No other package imports llama_cpp."""
 
 from .backend import LlamaBackend
 from .devices import devices, machine

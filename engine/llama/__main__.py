@@ -1,4 +1,6 @@
-"""Describe the build of llama.cpp in a child process of `cellama doctor`, which must not import the engine itself.
+"""Describe the llama.cpp build.
+
+`cellama doctor` runs this module in a child process, because the command itself must not import the engine.
 
 `python -m cellama.engine.llama` writes one JSON object to stdout. The object contains the `version` of
 llama-cpp-python, the CPU `features` that the build uses, and the chosen `cpu_variant` ("" if the build has only one).

@@ -1,4 +1,4 @@
-"""llama.cpp implementation of the engine's Backend: contexts, KV cells, batches, logits and samplers."""
+"""The llama.cpp implementation of the engine's Backend: contexts, KV cells, batches, logits and samplers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class LlamaBackend:
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        """Allocate the context and the KV cache. Raises ModelLoadFailed, InvalidRequest."""
+        """Allocate the context and the KV cache. Raises ModelLoadFailed and InvalidRequest."""
         shape = KvShape.choose(model, options)
         self.vocabulary = model
         self.n_vocab = model.info.n_vocab
@@ -302,7 +302,7 @@ class LlamaBackend:
     def _can_continue(self, slot: int, num_tokens: int) -> bool:
         """Return whether the next token can be computed after a truncation.
 
-        The next token can't be computed if tokens that it needs have left the sliding window.
+        The next token can't be computed if cells that the token depends on have left the sliding window.
         """
         if num_tokens == 0:
             return True
@@ -322,7 +322,7 @@ class LlamaBackend:
     def _finish_copy(self, slot: int) -> None:
         """Force llama.cpp to complete a pending copy of the slot's stream.
 
-        llama.cpp copies streams only in decode calls, so this method computes a token and removes it again.
+        llama.cpp copies streams only in decode calls, so this method computes a token and then removes it.
         """
         if slot not in self._copied_slots:
             return
@@ -565,7 +565,8 @@ class Outputs:
     def likeliest(self, slot: int, row: int = 0) -> int:
         """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError.
 
-        If most rows of the previous decode call were requested, a single numpy call finds the tokens of all rows.
+        If most rows of the previous decode call were requested in this way, a single numpy call finds the tokens of all
+        rows.
         """
         row += self._first_rows[slot]
         self._num_requested += 1

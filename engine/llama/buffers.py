@@ -28,9 +28,9 @@ _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) 
 
 
 def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
-    """Return the contexts' memory on each device, based on what llama.cpp logged while it created the contexts.
+    """Return the memory that contexts use on each device, based on what llama.cpp logged when creating the contexts.
 
-    Set `with_memory` if any of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
+    `with_memory` must be true if any of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
     """
     lines, gpus = list(lines), list(gpus)
     _require(lines, "compute buffers", _COMPUTE)
@@ -61,7 +61,7 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
 
 
 def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
-    """Return the memory of loaded weights on each device, based on what llama.cpp logged during the load.
+    """Return the memory that loaded weights occupy on each device, based on what llama.cpp logged during the load.
 
     `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice: in the mapped file, and repacked
     for the processor. Such weights are counted only once, because llama.cpp doesn't read them from the file again.

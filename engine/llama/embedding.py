@@ -61,7 +61,7 @@ class LlamaEmbeddingBackend:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the context has cells or states. An encoder has neither."""
+        """Whether the context has cells or states. The context of an encoder has neither cells nor states."""
         return bool(self._memory)
 
     def set_threads(self, count: int) -> None:
@@ -107,17 +107,17 @@ class LlamaEmbeddingBackend:
 
 
 def own_pooling(model: LlamaModel) -> Pooling:
-    """Return the pooling specified in the model's metadata, or "mean" if the metadata doesn't specify it."""
+    """Return the pooling type specified in the model's metadata, or "mean" if the metadata doesn't specify a type."""
     named = model.number("pooling_type")
     return next((name for name, code in POOLING.items() if code == named and name != "none"), "mean")
 
 
 class PairFormat:
-    """Joins a query and a document into the input of a reranker. Any thread may use it.
+    """Joins a query and a document into a reranker input. This class is thread-safe.
 
     If the model has a template (tokenizer.chat_template.rerank, a string with `{query}` and `{document}`), the query
     and the document are inserted into the template, as in llama-server. Otherwise, the format is [start] query [end]
-    [separator] document [end]. Each special token is included only if the vocabulary adds it to texts. If the
+    [separator] document [end]. Each special token is included only if the vocabulary adds this token to texts. If the
     vocabulary adds only separators (WordPiece), a separator also follows the document, because the tokenizer adds a
     separator after every text.
     """

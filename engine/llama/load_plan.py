@@ -1,4 +1,4 @@
-"""Plan the load of a model file: choose the model's capabilities, and calculate the memory that the model will occupy.
+"""Plan how to load a model file: choose the model's capabilities, and calculate the memory that the model will need.
 
 To plan a load, llama.cpp performs a dry load of the file, without weights or cells, and logs its buffer sizes. Like a
 real load, a dry load reads the file's header and plans the compute graphs, which takes a few hundredths of a second and
@@ -49,7 +49,7 @@ _TYPE_BITS = 0x3F  # the attributes of a token that are its type; the others aff
 
 
 def can_generate(model: LlamaModel) -> bool:
-    """Return whether the model predicts the next token. Encoders and diffusion models don't."""
+    """Return whether the model predicts the next token. Encoders and diffusion models don't predict the next token."""
     causal = model.metadata(f"{model.info.architecture}.attention.causal") != "false"
     other = lib.llama_model_has_encoder(model.pointer) or lib.llama_model_is_diffusion(model.pointer)
     return causal and not bool(other) and model.info.architecture not in ENCODERS
@@ -125,7 +125,7 @@ class Backends:
 
     @staticmethod
     def make(model: LlamaModel, options: EngineOptions, uses: Uses) -> Backends:
-        """Allocate the contexts. Raises ModelLoadFailed, InvalidRequest.
+        """Allocate the contexts. Raises ModelLoadFailed and InvalidRequest.
 
         If one allocation fails, the other contexts are freed.
         """
@@ -141,7 +141,7 @@ class Backends:
 
     @property
     def have_memory(self) -> bool:
-        """Whether any context has cells or states. The context of an encoder has neither."""
+        """Whether any context has cells or states. An encoder's context has neither cells nor states."""
         encoders = [backend for backend in (self.embedding, self.ranking) if backend is not None]
         return self.generation is not None or any(backend.has_memory for backend in encoders)
 
@@ -169,10 +169,10 @@ def plan_load(
     requested: frozenset[Capability] | None,
     available: AvailableMemory,
 ) -> LoadPlan:
-    """Plan a load that fits into the available memory, if these options allow it.
+    """Plan a load that fits into the available memory, if possible with these options.
 
-    If no capabilities are requested, they are chosen based on the model's file. Raises ModelLoadFailed,
-    WrongCapability, InvalidRequest.
+    If no capabilities are requested, they are chosen based on the model's file. Raises ModelLoadFailed, WrongCapability
+    and InvalidRequest.
     """
     dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
     try:
@@ -185,7 +185,7 @@ def plan_load(
 def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tuple[Backends, Footprint, dict[str, int]]:
     """Return the contexts of a loaded model, its memory as logged by llama.cpp, and the number of layers per device.
 
-    Raises ModelLoadFailed, InvalidRequest.
+    Raises ModelLoadFailed and InvalidRequest.
     """
     with llama_log.capture() as lines:
         backends = Backends.make(model, options, uses)
@@ -204,7 +204,7 @@ def saves_states(options: EngineOptions, uses: Uses) -> bool:
 def _measure(
     model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, MemoryUse]
 ) -> Footprint:
-    """Return the memory of a model with these contexts, including memory for the largest possible outputs.
+    """Return the memory that a model needs with these contexts, including memory for the largest possible outputs.
 
     `load_log` contains the lines that llama.cpp logged when it created the contexts.
     """
@@ -230,7 +230,7 @@ def _divided(num_tokens: int | None, divisor: int) -> int | None:
 
 
 class _DryLoad:
-    """A model that is loaded without weights. Contexts with different options can be tried until a context fits."""
+    """A model that is loaded without weights, so that contexts with different options can be tried until one fits."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions, uses: Uses, available: AvailableMemory) -> None:
         self._model = model
@@ -273,7 +273,7 @@ class _DryLoad:
         return LoadPlan(options, self._approach(options), self._uses)
 
     def _approach(self, options: EngineOptions) -> Footprint:
-        """Return the memory of a model with these options.
+        """Return the memory that a model needs with these options.
 
         If the context can't fit, the result is estimated from a smaller context.
         """
@@ -297,7 +297,7 @@ class _DryLoad:
         return _measure(self._model, lines, backends, self._weights)
 
     def _too_large_states(self) -> Footprint | None:
-        """Return the minimum memory of a recurrent model's states if the states can't fit, and None otherwise."""
+        """Return the minimum memory for a recurrent model's states if the states don't fit, and None otherwise."""
         pointer = self._model.pointer
         if not (lib.llama_model_is_recurrent(pointer) or lib.llama_model_is_hybrid(pointer)):
             return None
@@ -328,7 +328,7 @@ class DraftParts(NamedTuple):
 def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
     """Return a vocabulary's type, and the type and text of each token. Unused tokens at the end are omitted.
 
-    Two models have the same token ids if their results are equal.
+    Two models have the same token ids if this function returns equal results for both models.
     """
     texts = []
     with model.lifetime:

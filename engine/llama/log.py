@@ -1,4 +1,4 @@
-"""Forward llama.cpp's log to Python's logging, and quote its latest errors in exceptions."""
+"""Forward llama.cpp's log to Python's logging, and quote the latest llama.cpp errors in exceptions."""
 
 from __future__ import annotations
 

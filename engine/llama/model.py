@@ -40,7 +40,7 @@ def _encode(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"the text has half of a surrogate pair at character {error.start}; send both halves"
+            f"the text has an unpaired surrogate at character {error.start}; send the whole pair"
         ) from None
 
 
@@ -76,7 +76,7 @@ def _has_amx() -> bool:
 class Lifetime:
     """Counts an object's users.
 
-    Closing the object rejects new users and waits for current users. Any thread may use it.
+    Closing the object rejects new users and waits for current users. This class is thread-safe.
 
     with lifetime:  # raises EngineStopped after the object was closed
         ...  # use the object
@@ -133,7 +133,7 @@ class LlamaModel:
         """Load the file. Raises ModelLoadFailed.
 
         With `vocab_only`, the model can only tokenize. With `dry`, the model has no weights, and its contexts have no
-        cells. Their buffer sizes are logged (no_alloc in llama.h), but the contexts must not be used.
+        cells. llama.cpp logs the contexts' buffer sizes (no_alloc in llama.h), but the contexts must not be used.
         """
         initialise()
         params = lib.llama_model_default_params()
@@ -168,19 +168,19 @@ class LlamaModel:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """The cache of compiled grammars for this vocabulary. Any thread may use it."""
+        """The cache of compiled grammars for this vocabulary. The cache is thread-safe."""
         pieces = [self.token_bytes(token) for token in range(self.info.n_vocab)]
         controls = {special.id: special.text.encode() for special in self.special_tokens if special.is_control}
         return Grammars(pieces, controls, self._ends, functools.lru_cache(_MAX_SPELLINGS)(self._spell))
 
     def _spell(self, text: bytes) -> list[int]:
-        """Return the tokens that a text has inside a longer text, or an empty list if they can't be determined."""
+        """Return the tokens of a string inside a longer text, or an empty list if the tokens can't be determined."""
         with contextlib.suppress(EngineStopped):
             return spell(text, lambda part: self.tokenize(part, add_special=False), self.token_bytes)
         return []
 
     def breakers(self, texts: Sequence[str]) -> Breakers:
-        """Return the tokens of these DRY sequence breakers. Any thread may call this method."""
+        """Return the tokens of these sequence breakers, which the DRY sampler uses. Any thread may call this method."""
         return joined(self._breaker(text) for text in texts)
 
     def _find_breaker(self, text: str) -> Breakers:
@@ -229,7 +229,7 @@ class LlamaModel:
 
     @functools.cached_property
     def added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that `tokenize` adds before and after a text, such as BOS before it and EOS or SEP after it."""
+        """The tokens that `tokenize` adds before and after a text, such as BOS before and EOS or SEP after the text."""
         with self.lifetime:
             both = tuple(self.tokenize(""))
             num_before = min(len(both), int(lib.llama_vocab_get_add_bos(self.vocab)))
@@ -277,7 +277,7 @@ class LlamaModel:
         return list(tokens[:count])
 
     def tokenize_marked(self, text: str, marked: str, markup: frozenset[str] = frozenset()) -> list[int]:
-        """Tokenize a prompt like `markup.tokenize_marked`, without adding tokens before or after it."""
+        """Tokenize a prompt as `markup.tokenize_marked` does, without adding tokens before or after the prompt."""
         with self.lifetime:
             cuts = (
                 lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE
@@ -338,7 +338,7 @@ class LlamaModel:
         return address
 
     def free_adapter(self, handle: int) -> None:
-        """Free an adapter that is not used by any context. Repeated calls have no effect."""
+        """Free an adapter that no context uses. Repeated calls have no effect."""
         with self.adapters_lock:
             if handle in self._adapters:
                 self._adapters.remove(handle)
@@ -368,7 +368,7 @@ def adapter_pointer(address: int) -> Any:
 
 
 def spell(text: bytes, tokenize: Callable[[str], list[int]], piece_of: Callable[[int], bytes]) -> list[int]:
-    """Return the tokens of a text, or an empty list if they can't be determined.
+    """Return the tokens of a text, or an empty list if the tokens can't be determined.
 
     Some vocabularies add a space before a text. In this case, the text is tokenized after a line break.
     """

@@ -1,4 +1,4 @@
-"""Provide enough stack for vocabularies whose texts llama.cpp splits with the recursive `std::regex`.
+"""Provide enough stack for vocabularies with which llama.cpp splits texts using the recursive `std::regex`.
 
 The recursion depth grows with the length of a word. Each character of an unbroken run takes 321 bytes of stack,
 regardless of the regular expression (measured with llama-cpp-python 0.3.36 on x86-64). Common vocabularies don't
@@ -47,7 +47,7 @@ _RUNS = {
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The method by which a vocabulary splits texts into words.
+    """The method that a vocabulary uses to split texts into words.
 
     `name` is `tokenizer.ggml.pre` for a BPE vocabulary ("" if it is missing), and None for other types of vocabularies.
     """

@@ -40,7 +40,7 @@ def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> m
         raise ValueError("the state has no magic number")
     streams, end = next(_whole(data, num_cell_blocks), (None, 0))
     if streams is None:
-        raise ValueError("the layout of the state is unknown")
+        raise ValueError("the state has an unknown layout")
     head = _HEAD.pack(num_tokens, len(streams), num_cell_blocks is None)
     lengths = struct.pack(f"<{len(streams)}Q", *(last - first for first, last in streams))
     return _joined([head, lengths, bytes(_RESERVED), *(data[first:last] for first, last in streams), data[end:]]).data
@@ -91,7 +91,7 @@ _Streams = list[tuple[int, int]]  # start and end of the cells of each block; eq
 
 
 def _whole(data: memoryview, num_blocks: int | None) -> Iterator[tuple[_Streams, int]]:
-    """Yield each layout that fits the whole state, with the start of the recurrent block."""
+    """Yield each layout that fits the whole state, with the start offset of the recurrent block."""
     for extra in _CELL_EXTRAS:
         for streams, end in _blocks(data, 8, num_blocks, extra):
             if (num_blocks is None) == (end == len(data)):
@@ -112,7 +112,7 @@ def _blocks(data: memoryview, at: int, num_blocks: int | None, extra: int) -> It
 
 
 def _block(data: memoryview, at: int, extra: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield the possible ranges of a block's cells, each with the end of the block."""
+    """Yield the possible ranges of a block's cells, each with the end offset of the block."""
     num_streams = _u32(data, at)
     if not 1 <= num_streams <= _MAX_STREAMS:
         return
@@ -129,7 +129,10 @@ def _block(data: memoryview, at: int, extra: int) -> Iterator[tuple[tuple[int, i
 
 
 def _cells(data: memoryview, at: int, extra: int) -> Iterator[int]:
-    """Yield the possible ends of the cells that start at `at`. The cells contain keys and values, or only keys."""
+    """Yield the possible end offsets of the cells that start at offset `at`.
+
+    The cells contain keys and values, or only keys.
+    """
     count, size = _u32(data, at), 12 + extra
     at += 4
     if len(data) < at + count * size:
@@ -150,10 +153,7 @@ def _cells(data: memoryview, at: int, extra: int) -> Iterator[int]:
 
 
 def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """Return the end of `num_layers` layers.
-
-    Each layer consists of a type, a row length, and one row per cell.
-    """
+    """Return the end offset of `num_layers` layers. A layer consists of a type, a row length, and one row per cell."""
     for _ in range(num_layers):
         _, row = struct.unpack_from("<iQ", data, at)
         at = _skip(data, at + 12, row, count)
@@ -161,7 +161,7 @@ def _rows(data: memoryview, at: int, num_layers: int, count: int) -> int:
 
 
 def _columns(data: memoryview, at: int, num_layers: int, count: int) -> int:
-    """Return the end of `num_layers` layers with transposed values.
+    """Return the end offset of `num_layers` layers with transposed values.
 
     Each layer consists of a type, an element size, a number of elements, and the values.
     """

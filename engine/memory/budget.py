@@ -1,9 +1,9 @@
 """The memory budget: how much memory models need, and how much memory the devices have.
 
 The calculations in this module require neither models nor devices. With "auto", the available memory is the devices'
-free memory, minus a margin and the needs of loads in progress. Mapped weights are a special case. The operating system
-counts the pages of mapped weights as free, because it can drop and reread these pages. However, a model whose weights
-are not in memory is only as fast as the disk. Mapped weights therefore count in full while the model is loaded.
+free memory, minus a margin and the memory needed by loads in progress. Mapped weights are a special case. The operating
+system counts the pages of mapped weights as free, because it can drop and reread these pages. However, a model whose
+weights are not in memory is only as fast as the disk. Mapped weights therefore count in full while the model is loaded.
 """
 
 from __future__ import annotations
@@ -152,12 +152,15 @@ class AvailableMemory:
 
 
 def margin(device: Device) -> int:
-    """Return the number of bytes on a device that "auto" leaves to other programs."""
+    """Return the number of bytes on a device that "auto" leaves free for other programs."""
     return min(MAX_MARGIN_BYTES, int(device.total_bytes * MARGIN_SHARE))
 
 
 class Budget:
-    """The memory reserved for each model, and the available memory. Any thread may use it, and no method blocks."""
+    """The memory reserved for each model, and the available memory.
+
+    This class is thread-safe, and its methods never block.
+    """
 
     def __init__(
         self,
@@ -239,8 +242,8 @@ def choose_victims(
 ) -> list[str]:
     """Return the ids of the idle models to unload so that a footprint fits.
 
-    Models are taken from the start of `idle`, until enough memory is free. If unloading all of them would not be
-    enough, return [].
+    Models are taken from the start of `idle`, until enough memory is free. If unloading all idle models would not free
+    enough memory, return an empty list.
     """
     for count in range(1, len(idle) + 1):
         if available.plus(taken for _, taken in idle[:count]).shortage(footprint) is None:

@@ -19,7 +19,7 @@ RAM_SHARE = 0.25  # largest share of the available memory for saved states with 
 def choose_ctx(
     measure: Callable[[int], Footprint], available: AvailableMemory, n_ctx_train: int, *, first: int | None = None
 ) -> tuple[int, Footprint]:
-    """Choose the number of tokens per slot, and return this number with its footprint.
+    """Choose the number of tokens per slot, and return this number and the resulting footprint.
 
     If even the minimum does not fit, return the minimum. `measure` returns the footprint for a number of tokens per
     slot. `first` is the first number to try.
@@ -82,6 +82,6 @@ def choose_quota(requested: int | None, footprint: Footprint, available: Availab
 
 
 def with_quota(footprint: Footprint, num_bytes: int) -> Footprint:
-    """Return the footprint with this number of bytes for saved states in RAM."""
+    """Return the footprint with this number of bytes reserved for saved states in RAM."""
     cpu = footprint.devices.get(CPU, MemoryUse())
     return Footprint({**footprint.devices, CPU: replace(cpu, saved_bytes=num_bytes)})

@@ -70,9 +70,9 @@ class ModelManager:
     def __init__(self, memory_budget: MemoryBudget = "auto", on_full: OnFull = "refuse") -> None:
         """Limit the total memory of all models to `memory_budget` bytes, or to the free memory with "auto".
 
-        If `on_full` is "refuse", loads that don't fit are refused. If it is "evict", the least recently used idle
-        models are unloaded first, provided that unloading them frees enough memory. Raises InvalidRequest, and
-        ManagerExists if another manager is open in this process.
+        If `on_full` is "refuse", loads that don't fit are refused. If `on_full` is "evict", the least recently used
+        idle models are unloaded first, provided that this frees enough memory. Raises InvalidRequest, and ManagerExists
+        if another manager is open in this process.
         """
         unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
         self._admission = MemoryAdmission(memory_budget, on_full, self._idle, unload, self._num_saved)
@@ -169,9 +169,9 @@ class ModelManager:
     def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
         """Stop accepting requests for a model, wait until it is neither held nor in use, and free its memory.
 
-        If it is the default model, another ready model becomes the default. Raises ModelNotLoaded, and ModelBusy if the
-        model is still in use after `timeout_s`. If ModelBusy is raised, the model accepts requests again. If it was the
-        default model, it becomes the default again.
+        If the unloaded model was the default, another ready model becomes the default. Raises ModelNotLoaded, and
+        ModelBusy if the model is still in use after `timeout_s`. If ModelBusy is raised, the model accepts requests
+        again. A former default model also becomes the default again.
         """
         with self._lock:
             entry = self._ready(model_id)
@@ -241,7 +241,7 @@ class ModelManager:
                 self._lock.notify_all()
 
     def _ready(self, model_id: str) -> ModelEntry:
-        """Return the entry of a ready model. Raises ModelNotLoaded. The caller must hold the lock."""
+        """Return a ready model's entry. Raises ModelNotLoaded. The caller must hold the lock."""
         entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
         if entry is None or entry.status != "ready" or entry.model is None:
             raise self._not_loaded(model_id)
@@ -268,7 +268,7 @@ class ModelManager:
             return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
-        """Call Model.stream. ModelNotLoaded is raised immediately rather than with the first chunk."""
+        """Call Model.stream. Raises ModelNotLoaded immediately, not when the first chunk is read."""
         chosen = self.get(model_id).id
         return self._stream(chosen, prompt, params)
 
@@ -333,7 +333,7 @@ class ModelManager:
         self._admission.evict, self._admission.on_full = evict, "evict"
 
     def _claims(self) -> list[Claim]:
-        """Return claims on the machine's cores for the engines and embedders of all models."""
+        """Return the engines and embedders of all models, each with its requested number of threads."""
         return [
             Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
             for model in self.models().values()
@@ -341,11 +341,11 @@ class ModelManager:
         ]
 
     def snapshot(self) -> ManagerSnapshot:
-        """Return totals for all models without waiting for their threads."""
+        """Return totals over all models, such as the number of requests, without waiting for the models' threads."""
         return ManagerSnapshot.sum_of([entry.model.snapshot() for entry in self.entries() if entry.model])
 
     def memory(self) -> dict[str, Any]:
-        """Return the budget, the action to take when it is full, and the devices with their total and free bytes."""
+        """Return the memory budget, the action to take when the budget is full, and the memory of each device."""
         return self._admission.report()
 
     def _idle(self) -> list[str]:
@@ -363,8 +363,8 @@ class ModelManager:
     def close(self, save_until: float | None = None) -> None:
         """Close all models. Running requests fail with EngineStopped. Repeated calls have no effect.
 
-        If `cache_dir` is set, KV states are saved first. Saving stops at `save_until` (time.monotonic()), or by default
-        after the time that `Model.close` allows.
+        If `cache_dir` is set, KV states are saved first. Saving stops at `save_until` (time.monotonic()). By default,
+        saving stops after the time that `Model.close` allows.
         """
         self.cores.close()
         with self._lock:

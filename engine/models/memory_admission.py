@@ -1,8 +1,8 @@
 """Admit models: plan each load in a child process, and allow it only if the model fits into the memory budget.
 
 llama.cpp checks many properties of a file with assertions, which abort the process. The child process reads the file's
-header, vocabulary and shapes just as the real load does, so a damaged file aborts the child instead of a serving
-process.
+header, vocabulary and tensor shapes as the actual load does. A damaged file therefore aborts the child process instead
+of a serving process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 
 
 class MemoryAdmission:
-    """Keeps the memory of a process's models within a budget. Any thread may use it.
+    """Keeps the memory use of a process's models within a budget. Any thread may use it.
 
     Only one load is planned at a time, so two loads can't reserve the same memory. The loads themselves run
     concurrently.
@@ -112,7 +112,7 @@ class MemoryAdmission:
         return plan
 
     def report(self) -> dict[str, Any]:
-        """Return the budget, the action to take when it is full, and the devices, for display and for the registry."""
+        """Return the memory budget, the action to take when the budget is full, and the devices."""
         found = devices()
         vram = vram_of(found)
         return {
@@ -125,7 +125,7 @@ class MemoryAdmission:
     def _evict_idle(self, model_id: str, footprint: Footprint, failed: set[str]) -> bool:
         """Evict idle models if eviction is allowed and frees enough memory.
 
-        Return whether any models were chosen for eviction. If so, the load should be retried.
+        Return True if models were chosen for eviction, in which case the caller should retry the load.
         """
         if self.on_full != "evict":
             return False
@@ -186,7 +186,7 @@ def _describe_usage(plan: LoadPlan, device: str) -> str:
 
 
 def devices() -> list[Device]:
-    """Return the devices that models can use, with their total and free bytes.
+    """Return the devices that models can use, and the total and free memory of each device in bytes.
 
     Without a GPU build of llama.cpp, the CPU is the only device.
     """
@@ -196,7 +196,7 @@ def devices() -> list[Device]:
 
 
 def vram_info() -> Vram | None:
-    """Return the total, free and used bytes of all GPUs.
+    """Return the total, free and used memory of all GPUs together, in bytes.
 
     Return None if the machine has no GPU or llama.cpp was built without GPU support.
     """
@@ -234,9 +234,9 @@ def plan_in_child(
 
 
 def _plan_draft(path: Path, options: EngineOptions, available: AvailableMemory) -> Footprint:
-    """Return the memory of the draft model for the model at `path`.
+    """Return the memory required by the draft model of the model at `path`.
 
-    Raises ModelLoadFailed if the draft model can't be used with that model.
+    Raises ModelLoadFailed if the draft model isn't compatible with the model at `path`.
     """
     assert options.draft is not None
     requested: frozenset[Capability] = frozenset({"generate"})
@@ -299,7 +299,7 @@ def _run_child(path: Path, request: str) -> Mapping[str, Any]:
 
 
 def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
-    """Return the plan in the format that the child process writes."""
+    """Convert the plan to the JSON data that the child process writes."""
     return {
         "options": asdict(plan.options),
         "footprint": {name: asdict(usage) for name, usage in plan.footprint.devices.items()},

@@ -58,7 +58,7 @@ _prepared = functools.lru_cache(maxsize=_MAX_PREPARED)(prepare_schema)
 
 
 def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: ChatOptions) -> TextConstraint | None:
-    """Return the constraint on a chat's text, given the request's sampling parameters and the model's defaults.
+    """Return the constraint on the text of a chat reply, based on the sampling parameters and the model's defaults.
 
     If the options force a tool call, the defaults are ignored. Raises InvalidRequest.
     """
@@ -68,7 +68,7 @@ def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: 
 
 
 def _as_user(message: Message) -> Message:
-    """Return the message, with the role "user" if it is a system message."""
+    """Return the message, with the role "system" replaced by "user"."""
     return {**message, "role": "user"} if message.get("role") == "system" else message
 
 
@@ -76,7 +76,7 @@ class Texts:
     """Tokenizes texts and renders chat prompts for a model. Any thread may use it."""
 
     def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
-        """Create an object that uses the vocabulary of `weights`. `name` appears in error messages.
+        """Tokenize with the vocabulary of `weights`. `name` appears in error messages.
 
         With `control_tokens_in_text`, control tokens are recognised in the text of messages. By default, control tokens
         can only come from the chat template.
@@ -88,7 +88,7 @@ class Texts:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The model's chat template. Raises TemplateFailed if it is missing or doesn't compile."""
+        """The model's chat template. Raises TemplateFailed if the template is missing or doesn't compile."""
         source = self._weights.chat_template
         if source is None:
             raise TemplateFailed(
@@ -99,7 +99,8 @@ class Texts:
     def _template_for(self, options: ChatOptions) -> ChatTemplate:
         """Return the template given by the options, or else the model's own template. Raises TemplateFailed.
 
-        The process for a caller's template ends when the template is no longer cached or in use.
+        A template given by the options runs in its own process, which ends once the template is neither cached nor in
+        use.
         """
         return self.template if options.chat_template is None else self._callers_templates(options.chat_template)
 
@@ -143,11 +144,11 @@ class Texts:
         self._callers_templates.cache_clear()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the token ids of a text. With `parse_special`, special tokens are recognised in the text."""
+        """Return the token ids of a string. With `parse_special`, special tokens are recognised in the string."""
         return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def tokens_of(self, texts: Iterable[str | Sequence[int]]) -> list[list[int]]:
-        """Return the token ids of each text. Lists of token ids are returned unchanged. Raises InvalidRequest."""
+        """Return the token ids of each string. Lists of token ids are returned unchanged. Raises InvalidRequest."""
         return [self.tokenize(text) if isinstance(text, str) else self._known(text) for text in texts]
 
     def _known(self, tokens: Iterable[int]) -> list[int]:
@@ -159,7 +160,7 @@ class Texts:
         return ids
 
     def detokenize(self, tokens: Iterable[int]) -> str:
-        """Return the text of the tokens. Control tokens produce no text. Raises InvalidRequest."""
+        """Convert tokens to text. Control tokens produce no text. Raises InvalidRequest."""
         ids = self._known(tokens)
         with self._weights.lifetime:
             return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
@@ -208,7 +209,10 @@ class Texts:
         return self._tokens_of_prompt(self.template, self.template.render(messages, **template_args))
 
     def tokenize_prefix(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
-        """Return a conversation's token ids without the start of a reply. Raises the same errors as `render`."""
+        """Return a conversation's token ids, without the tokens that start a reply.
+
+        Raises the same errors as `render`.
+        """
         template = self._template_for(options)
         prompt = template.render(options.all_of(messages), **{**options.variables, "add_generation_prompt": False})
         return self._tokens_of_prompt(template, prompt)
@@ -236,7 +240,7 @@ class Texts:
 
         With `follows_reply`, the messages follow a reply that is already in the context. The prompt then continues
         after the reply, and keeps the context's system message and tools. If the reply is known, pass it as
-        `last_reply`, with the same options as those of the context.
+        `last_reply`, with the options that the context was created with.
         """
         template, started = self._template_for(options), options.started_reply(messages)
         variables = {**options.variables, "add_generation_prompt": options.add_generation_prompt and not started}
@@ -364,12 +368,12 @@ class Model(Texts):
         self._loaded_at = time.time()
 
     def _load(self, uses: Uses, adapters: Mapping[str, tuple[str, float]]) -> None:
-        """Create the contexts at low priority, start the threads that use them, and load the adapters."""
+        """Create the contexts in a low-priority thread, start the threads that use them, and load the adapters."""
         from cellama.engine.llama import PairFormat, load_contexts
 
         if "chat" in self.capabilities and self._weights.chat_template is not None:
             markup = self.template.reply_markup  # raises if the template is broken, so that the load fails
-            log.info("chat template recognised", model=self.id, detail=str(markup))
+            log.info("chat template recognized", model=self.id, detail=str(markup))
         backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, self.options, uses))
         generation, embedding, ranking = backends.generation, backends.embedding, backends.ranking
         unowned: list[LlamaBackend | LlamaEmbeddingBackend | None] = [generation, embedding, ranking]
@@ -408,7 +412,7 @@ class Model(Texts):
 
     @property
     def info(self) -> ModelInfo:
-        """The description of the model, read from its file."""
+        """The model's description, read from the model file."""
         return self._weights.info
 
     @property
@@ -540,8 +544,8 @@ class Model(Texts):
     def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
         """Load a LoRA adapter and return its description.
 
-        Later requests that don't choose any adapters use it, unless its scale is 0. Running requests are not affected.
-        `source` is a path or a file on the hub. `hub` defaults to the model's hub options. Raises IdTaken,
+        Later requests that don't choose any adapters use this adapter, unless its scale is 0. Running requests are not
+        affected. `source` is a path or a file on the Hub. `hub` defaults to the model's Hub options. Raises IdTaken,
         AdapterLoadFailed and InvalidRequest. Raises WrongCapability if the model has no generation engine, because
         embeddings don't support adapters.
         """
@@ -571,7 +575,7 @@ class Model(Texts):
         self.engine.adapters.unload(name, timeout_s)
 
     def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
-        """Return how many leading prompt tokens are in each tier, like `Engine.cached_prefix`."""
+        """Return how many leading prompt tokens are in each cache tier, like `Engine.cached_prefix`."""
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self.engine.cached_prefix(tokens, scope, adapters)
 
@@ -599,12 +603,12 @@ class Model(Texts):
 
     @property
     def pulses(self) -> list[Pulse]:
-        """The pulses of the model's threads, to be checked by a Watchdog."""
+        """The pulses of the model's threads, which a Watchdog can check."""
         return [part.pulse for part in self.parts]
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request has not finished yet."""
+        """Whether any requests are unfinished."""
         return any(part.is_busy for part in self.parts)
 
     def wait_until_idle(self, deadline: float) -> bool:
@@ -624,7 +628,7 @@ class Model(Texts):
         """Stop the model's threads and free the model's memory. Running requests fail with EngineStopped.
 
         If `cache_dir` is set, KV states are saved first, which takes at most `save_s` seconds. Return False if a step
-        or a tokenization doesn't finish. In this case, the weights stay in memory, because freeing weights that are in
+        or a tokenization doesn't finish in time. The weights then stay in memory, because freeing weights that are in
         use would crash the process. Repeated calls are allowed.
         """
         self._close_template()
@@ -635,5 +639,7 @@ class Model(Texts):
         if closed and self._draft_weights is not None:
             closed = self._draft_weights.close()
         if not closed:
-            log.error("model unload failed", model=self.id, detail="a step or a tokenization did not finish")
+            log.error(
+                "model unload failed", model=self.id, detail="an engine step or a tokenization did not finish in time"
+            )
         return closed

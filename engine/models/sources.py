@@ -1,8 +1,8 @@
 """Resolve a model's source string to a GGUF file on this machine.
 
-A source is a path, `bundled://NAME`, or `hf://ORG/REPO/FILE[@REVISION]` on the Hugging Face hub. FILE can be a pattern
-such as *Q4_K_M*. The path of the first part of a split model stands for all parts. huggingface_hub downloads and caches
-files, resumes downloads, and shows progress. This module verifies the checksums of new files.
+A source is a path, `bundled://NAME`, or `hf://ORG/REPO/FILE[@REVISION]` on the Hugging Face Hub. FILE can be a pattern
+such as *Q4_K_M*. To refer to a split model, use the path of its first part. huggingface_hub downloads and caches files,
+resumes downloads, and shows progress. This module verifies the checksums of new files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """Options for downloads from the hub. Without `token`, the token from HF_TOKEN or `hf auth login` is used."""
+    """Options for downloads from the Hub. Without `token`, the token from HF_TOKEN or `hf auth login` is used."""
 
     cache_dir: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -57,7 +57,7 @@ class HubFile:
         parts = path.split("/", 2)
         if len(parts) < 3 or not all(parts):
             raise ModelLoadFailed(
-                f"{source!r} does not name a file on the hub; use hf://ORG/REPO/FILE.gguf, or a pattern "
+                f"{source!r} does not name a file on the Hub; use hf://ORG/REPO/FILE.gguf, or a pattern "
                 "such as hf://ORG/REPO/*Q4_K_M*"
             )
         return cls("/".join(parts[:2]), parts[2], revision or None)
@@ -81,7 +81,7 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:
 
 
 def check_source(source: str) -> None:
-    """Raise ModelLoadFailed if it is certain that this source can't be loaded. Nothing is downloaded."""
+    """Raise ModelLoadFailed if this source definitely can't be loaded. Nothing is downloaded."""
     if source.startswith(HUB_PREFIX):
         HubFile.parse(source)
     else:
@@ -152,7 +152,7 @@ def _match(hub_file: HubFile, options: HubOptions) -> str:
     """
     if options.offline:
         raise ModelLoadFailed(
-            f"{hub_file.file!r} is a pattern, which requires the hub's list of files; give the file name, or go online"
+            f"{hub_file.file!r} is a pattern, which requires the Hub's list of files; specify a file name, or go online"
         )
     from huggingface_hub import HfApi
 
@@ -194,7 +194,7 @@ def _download(hub_file: HubFile, name: str, options: HubOptions) -> Path:
 def _verify(path: Path) -> None:
     """Verify the checksum of a new file.
 
-    The hub has checksums for large files, and the cache uses these checksums as file names.
+    The Hub provides checksums for large files, and the cache uses these checksums as file names.
     """
     blob = path.resolve()
     if not _SHA256.fullmatch(blob.name):
@@ -208,7 +208,7 @@ def _verify(path: Path) -> None:
         blob.unlink(missing_ok=True)
         raise ModelLoadFailed(
             f"{path.name} was damaged during the download: its SHA-256 is {digest.hexdigest()} instead of {blob.name}; "
-            "it has been deleted, load it again"
+            "the file has been deleted, so load the model again"
         )
 
 
@@ -217,9 +217,9 @@ def _endpoint() -> str | None:
 
 
 def _check_reachable() -> None:
-    """Raise OSError if the hub doesn't accept connections.
+    """Raise OSError if the Hub doesn't accept connections.
 
-    Without this check, the hub's client would retry for half a minute.
+    Without this check, the Hub's client would retry for half a minute.
     """
     from huggingface_hub import constants
 
@@ -233,7 +233,7 @@ def _check_reachable() -> None:
 
 
 def _unreachable(reason: str) -> str:
-    """Return the error message for an unreachable hub."""
+    """Return the error message to use when the Hub is unreachable."""
     from huggingface_hub import constants
 
     return (
@@ -243,7 +243,7 @@ def _unreachable(reason: str) -> str:
 
 
 def _raise_load_failed(source: str, hub_file: HubFile, error: Exception, *, offline: bool) -> NoReturn:
-    """Raise ModelLoadFailed for an error raised by the hub's client, and suggest a remedy."""
+    """Raise ModelLoadFailed for an error raised by the Hub's client, and suggest a remedy."""
     from huggingface_hub import errors
 
     token = "set HF_TOKEN, or the model's hub_token, to a token with read access"

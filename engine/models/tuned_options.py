@@ -4,8 +4,8 @@ The file is `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`. `$XDG_CACHE_HOME` 
 
     `{"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}`
 
-A load uses a result only if it was measured under the same conditions: CPU, cores, GPUs, llama.cpp version, and the
-options that affect the computation. Invalid files and entries are ignored and logged as warnings.
+When a model is loaded, a result is used only if it was measured under the same conditions: CPU, cores, GPUs, llama.cpp
+version, and the options that affect the computation. Invalid files and entries are ignored and logged as warnings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def directory() -> Path:
 
 
 def conditions(options: EngineOptions) -> Conditions:
-    """Return the conditions of a result: the machine, and the options that affect the computation."""
+    """Return the conditions under which a result is valid: the machine, and the options that affect the computation."""
     from cellama.engine.llama import machine
 
     return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
@@ -68,7 +68,7 @@ def conditions(options: EngineOptions) -> Conditions:
 def store_result(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
     """Store a result and return the path of its file. Raises OSError.
 
-    The result replaces an earlier result for the same conditions.
+    The new result replaces any earlier result for the same conditions.
     """
     path = directory() / f"{fingerprint}.json"
     others = [result for result in _results(path) if result["conditions"] != given]
@@ -81,7 +81,7 @@ def store_result(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
 
 
 def find_result(fingerprint: str, given: Conditions) -> Setup | None:
-    """Return the setup chosen for a model under these conditions, or None if it has not been measured."""
+    """Return the setup chosen for a model under these conditions, or None if the model has not been tuned."""
     path = directory() / f"{fingerprint}.json"
     for result in _results(path):
         if result["conditions"] == given:
@@ -89,7 +89,7 @@ def find_result(fingerprint: str, given: Conditions) -> Setup | None:
                 return _to_setup(result["chosen"])
             except (KeyError, TypeError, ValueError, InvalidRequest) as error:
                 log.warning(
-                    "tuning result ignored", path=str(path), detail=f"damaged: {error}; run `cellama tune` again"
+                    "tuning result ignored", path=str(path), detail=f"damaged file: {error}; run `cellama tune` again"
                 )
     return None
 
@@ -118,7 +118,7 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
 
 
 def _is_micro_batch_too_small(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """Return whether a micro-batch would be too small for a prefill chunk or for one token of each slot."""
+    """Return whether a micro-batch would be too small for a prefill chunk or for one token per slot."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
     return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 
@@ -133,7 +133,7 @@ def _unset(options: EngineOptions) -> list[str]:
 
 
 def _results(path: Path) -> list[dict[str, Any]]:
-    """Return all results in a file that contain conditions, or an empty list if the file can't be read."""
+    """Return the file's results that contain conditions, or an empty list if the file can't be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["version"] != VERSION:

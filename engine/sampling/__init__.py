@@ -1,4 +1,4 @@
 """Sample the next token from logits with numpy only.
 
-May use: `errors`, `events`, `options`.
+This package may import `errors`, `events` and `options`.
 """

@@ -1,8 +1,8 @@
 """Apply the DRY penalty, which makes tokens that would continue a repetition less likely.
 
-For each earlier position, the sampler stores the number of tokens up to this position that equal the last tokens of the
-text. After each token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp,
-llama-sampler.cpp, by pi6am.
+For each earlier position, the sampler stores how many tokens ending at this position match the end of the text. After
+each token, numpy updates these numbers for a whole context in a few microseconds. Source: llama.cpp, llama-sampler.cpp,
+by pi6am.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Dry:
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """Return for each index how many tokens up to this index equal the last tokens (Z algorithm).
+    """Return, for each index, how many tokens ending at this index match the last tokens (Z algorithm).
 
     The last number is 0.
     """

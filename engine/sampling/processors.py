@@ -41,7 +41,10 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """A sequence's state when its processors are created. They are created when the sequence starts or resumes."""
+    """A sequence's state when its processors are created.
+
+    The processors are created when the sequence starts or resumes.
+    """
 
     params: SamplingParams
     tokens: Sequence[int]  # the prompt, and the output if the sequence resumes
@@ -106,7 +109,7 @@ class BannedTokens:
 
 
 class MinTokens:
-    """Forbids end tokens until the text has the minimum number of tokens."""
+    """Forbids end tokens until the text has reached the minimum number of tokens."""
 
     def __init__(self, start: SequenceStart) -> None:
         self._ids = np.array(sorted({*start.end_tokens, *start.params.stop_token_ids}), np.int64)
@@ -130,9 +133,9 @@ def make_processors(
 ) -> list[LogitsProcessor]:
     """Return the processors of a sequence in the order in which they apply.
 
-    The built-in biases, penalties and DRY apply in llama.cpp's order (common/sampling.cpp), followed by the processors
-    in `added`. Bans are applied last, so no other processor can lift a ban. DRY uses `breakers`, which are texts that a
-    repetition doesn't cross, and `dry_window`, which is the number of recent tokens to consider.
+    The built-in biases, penalties and DRY are applied in llama.cpp's order (common/sampling.cpp), followed by the
+    processors in `added`. Bans are applied last, so no other processor can lift a ban. DRY uses `breakers`, which are
+    strings that a repetition must not cross, and `dry_window`, which is the number of recent tokens to consider.
     """
     params, made = start.params, list[LogitsProcessor]()
     if params.logit_bias:

@@ -1,7 +1,8 @@
 """Filter and sample the next token from logits with numpy only.
 
 A token's randomness depends on the seed and on the token's position in the output, not on earlier draws. Therefore, the
-tokens are enough to resume a sequence exactly at any position. Mirostat also needs its state, which is a single number.
+tokens alone are enough to resume a sequence at any position with the same result. Mirostat also needs its state, which
+is a single number.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MIROSTAT_M = 100  # number of tokens that the estimate of mirostat 1 uses
 
 
 def softmax(values: Values) -> Values:
-    """Return the probabilities of logits, in the same order."""
+    """Convert logits to probabilities, in the same order."""
     exponents: Values = np.exp(values - values.max())
     exponents /= exponents.sum()
     return exponents
@@ -37,8 +38,8 @@ def softmax(values: Values) -> Values:
 def top_ids(logits: Logits, count: int) -> Ids:
     """Return at least the `count` likeliest tokens, sorted by decreasing likelihood, then by id.
 
-    Impossible tokens may be omitted. The maxima of blocks yield a lower bound for the result, so only a few tokens are
-    sorted. Each block consists of every `width`-th token. The maxima can then be computed in vector registers, nine
+    Impossible tokens may be omitted. The block maxima give a lower bound for the result, so only a few tokens need to
+    be sorted. Each block consists of every `width`-th token. The maxima can then be computed in vector registers, nine
     times as fast as with adjacent tokens.
     """
     if not 0 < count < len(logits):
@@ -120,7 +121,8 @@ def min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values
 def above_n_sigma(logits: Logits, n: float) -> Logits:
     """Return a copy of the logits in which tokens far below the highest logit are forbidden.
 
-    The limit is `n` standard deviations of all logits below the highest logit (Tang et al. 2024, arXiv:2411.07641).
+    The cutoff is the highest logit minus `n` standard deviations of all finite logits (Tang et al. 2024,
+    arXiv:2411.07641).
     """
     possible = logits[logits > -np.inf].astype(np.float64)
     limit = possible.max() - n * possible.std()
@@ -251,7 +253,7 @@ class TokenSampler:
         return self._pick(logits, "second draw", ids[constraint.allows(ids)])
 
     def _pick(self, logits: Logits, purpose: str, among: Ids | None = None) -> int:
-        """Sample one of all tokens, or one of the sorted tokens in `among`.
+        """Sample from all tokens, or only from the sorted tokens in `among`.
 
         Raises NothingAllowed if no token is possible.
         """
@@ -307,8 +309,8 @@ class TokenSampler:
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
         """Return an index into `ids`, drawn according to the probabilities of these logits.
 
-        This method uses the Gumbel-max trick with noise that depends on the token. If another batch shape changes the
-        last bits of logits, the draw stays the same unless two tokens are nearly tied.
+        This method uses the Gumbel-max trick with noise that depends on the token. If a different batch shape changes
+        the lowest bits of the logits, the draw stays the same unless two tokens are nearly tied.
         """
         if len(ids) == 1:
             return 0
@@ -316,7 +318,7 @@ class TokenSampler:
         return int((values + noise).argmax())
 
     def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
-        """Apply XTC, which sometimes removes all likely tokens except the least likely of these tokens."""
+        """Apply XTC, which sometimes removes every likely token except the least likely one."""
         params = self._params
         if not params.xtc_probability or len(ids) < 2:
             return ids, values

@@ -31,7 +31,7 @@ TURN_END_TOKENS = 4  # tokens at the end of a chat prompt that the next turn may
 class _Heap:
     """A min-heap that orders sequences by a number.
 
-    A removed sequence's entry stays in the heap until it is at the top.
+    A removed sequence's entry stays in the heap until the entry reaches the top.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class WaitingQueue:
     """Orders waiting sequences by priority and waiting time, and tracks the deadlines of all sequences.
 
     A waiting sequence gains urgency over time, so even the lowest priority is served eventually. Within a priority, the
-    fairness key with the least service is next, and its oldest sequence is served first.
+    fairness key with the least service is next, and the key's oldest sequence is served first.
     """
 
     def __init__(self, shares: FairShares, max_waiting: int = 0) -> None:
@@ -112,7 +112,10 @@ class WaitingQueue:
             self._deadlines.push(sequence.deadline, sequence)
 
     def add_preempted(self, sequence: Sequence, now: float) -> None:
-        """Add a sequence that has lost its slot. The time that it spent in the slot doesn't count as waiting time."""
+        """Add a sequence that has lost its slot.
+
+        The time that the sequence spent in the slot doesn't count as waiting time.
+        """
         sequence.rank = rank_if_preempted(sequence, now)
         self._start_waiting(sequence, is_new=False)
 
@@ -201,7 +204,7 @@ class WaitingQueue:
 def rank_if_preempted(sequence: Sequence, now: float) -> float:
     """Return the rank that a running sequence would have if it returned to the queue.
 
-    Only waiting time counts as age.
+    The time that the sequence has spent in its slot doesn't improve this rank.
     """
     return sequence.rank + now - (now if sequence.placed_at is None else sequence.placed_at)
 
@@ -209,8 +212,8 @@ def rank_if_preempted(sequence: Sequence, now: float) -> float:
 class SlotFinder:
     """Finds slots for waiting sequences, running sequences to preempt, and prefixes that are worth waiting for.
 
-    The finder places interactive sequences next to each other, because llama.cpp can then decode them in one pass
-    (docs/adr/011).
+    The finder places interactive sequences in adjacent slots, because llama.cpp can then decode these sequences in one
+    pass (docs/adr/011).
     """
 
     def __init__(self, cache: KvCache, slots: SlotTable, shares: FairShares, bulk_slots: int = 0) -> None:
@@ -224,8 +227,8 @@ class SlotFinder:
     def await_prefix(self, sequence: Sequence, now: float) -> bool:
         """Return whether the sequence should wait for a prefix that is being computed or read from a file.
 
-        Another slot may be computing the prefix. If a stored state contains a longer prefix than the slots and RAM,
-        this method starts reading its file.
+        Another slot may be computing the prefix. If a state on disk contains a longer prefix than the slots and RAM,
+        this method starts reading the state's file.
         """
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
@@ -253,7 +256,7 @@ class SlotFinder:
         return sequence.file_wait is not None and sequence.file_wait.continues(now)
 
     def _num_coming(self, holder: Sequence, shared: int) -> int:
-        """Return how many shared tokens can be reused once the holder has computed these tokens."""
+        """Return how many of the shared tokens can be reused once the sequence `holder` has computed them."""
         if self._cache.memory.partial_reuse or shared == len(holder.tokens):
             return shared
         return max((cut for cut in holder.cuts if cut <= shared), default=0)
@@ -290,16 +293,16 @@ class SlotFinder:
         return adjacent_slot(neighbours, [slot for slot in idle if not self._cache.cells.of(slot)])
 
     def _slots_like(self, sequence: Sequence) -> list[int]:
-        """Return the slots of sequences with the same class and adapters, which llama.cpp can decode in one pass."""
+        """Return the slots with this sequence's class and adapters, which llama.cpp can decode in one pass."""
         kind = sequence.request.is_interactive, sequence.adapters
         return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
 
     def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
         """Return the running sequences that this sequence may preempt, in the order in which they should be preempted.
 
-        Victims must be less urgent and rank behind this sequence in the queue. Only waiting time counts as age. An
-        interactive sequence can also preempt a bulk sequence that ranks ahead, if the bulk sequence has held its slot
-        for HOLD_S and generated a token.
+        Victims must be less urgent and rank behind this sequence in the queue. The time that a victim has spent in its
+        slot doesn't improve its rank. An interactive sequence can also preempt a bulk sequence that ranks ahead, if the
+        bulk sequence has held its slot for HOLD_S and generated a token.
         """
         less_urgent = [s for s in self._slots.running if s.request.priority > sequence.request.priority]
         ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
@@ -311,7 +314,7 @@ class SlotFinder:
         return self._without_guaranteed(victims) if needs_check else victims
 
     def _without_guaranteed(self, victims: list[Sequence]) -> list[Sequence]:
-        """Return the victims except the bulk sequences whose slots are guaranteed."""
+        """Return the victims, except for bulk sequences whose slots are guaranteed."""
         num_bulk = max(0, self._slots.num_bulk - self._bulk_slots)
         bulk = [victim for victim in victims if not victim.request.is_interactive]
         kept = set(bulk[num_bulk:])
@@ -322,8 +325,8 @@ class SlotFinder:
 
         The least urgent sequences are first. Among equally urgent sequences, those whose fairness key has received the
         most service are first. Remaining ties are usually resolved as in `preemption_order`. If an interactive sequence
-        needs a slot with its own cells, and states are saved to RAM, the victim whose slot is closest to the slots of
-        the same class and adapters is first.
+        needs a slot with its own cells, and states are saved to RAM, tied victims are instead sorted by distance to
+        slots of the same class and adapters.
         """
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
             return self.preemption_order(victims)
@@ -377,7 +380,7 @@ class CutPlanner:
         return self._cache.checkpoints.is_enabled
 
     def plan(self, sequence: Sequence, num_reused: int) -> None:
-        """Plan the cuts of a sequence that is getting a slot.
+        """Plan the cuts for a sequence that is getting a slot.
 
         Cuts are planned where other prompts diverge, and near the end of a chat prompt.
         """
@@ -415,7 +418,7 @@ class CutPlanner:
 def _cuts(lengths: Iterable[int], start: int, max_length: int) -> tuple[int, ...]:
     """Return at most MAX_CUTS cuts.
 
-    Requests that share a prefix of an omitted length can reuse the next shorter cut.
+    If a cut is omitted, requests that share its prefix can reuse the next shorter cut.
     """
     ordered = sorted({min(length, max_length) for length in lengths})
     distance = MIN_CUT_DISTANCE

@@ -1,6 +1,6 @@
 """The costs of decode calls and slot moves on this machine, learned from measured durations.
 
-A run consists of slots with consecutive indices and the same number of tokens each. llama.cpp decodes a run in one
+A run consists of slots that have consecutive indices and the same number of tokens. llama.cpp decodes a run in one
 pass. The duration of a pass increases stepwise with the number of rows. On a CPU, the duration depends mostly on the
 number of rows. On a GPU, most of the duration is a fixed cost per pass. Therefore, this module makes no assumptions
 about the machine.
@@ -76,7 +76,7 @@ class DecodeCosts:
     def optimistic(self, rows: int) -> float:
         """Return the lowest plausible duration of a pass with this number of rows.
 
-        For sizes that have not been measured, or not recently, the result is lower than the expected duration.
+        For sizes that have not been measured recently or at all, the result is lower than the expected duration.
         Therefore, decisions that use this duration occasionally try an option that may be better, and learn from its
         measured duration.
         """

@@ -1,4 +1,4 @@
-"""The scheduler: it admits and preempts sequences, and builds the batch of each step.
+"""Admit and preempt sequences, and build the batch of each step.
 
 A decode call can apply only one set of adapters. If running sequences use several sets, the sets take turns
 (docs/adr/004-adapters.md).
@@ -151,7 +151,7 @@ class Scheduler:
 
         Each admitted sequence reuses the longest available prefix. Sequences of equal urgency take turns by fairness
         key. A sequence is skipped while another sequence is computing a prefix that the skipped sequence can reuse. A
-        more urgent sequence may preempt a running one. If admitting a sequence raises an unexpected exception, the
+        more urgent sequence may preempt a running sequence. If admitting a sequence raises an unexpected exception, the
         sequence is passed to `on_failure`, which releases it.
         """
         if self.queue.has_several_keys:
@@ -188,7 +188,8 @@ class Scheduler:
     def _next_waiting(self, is_full: bool) -> Sequence | None:
         """Return the next sequence in the queue.
 
-        While idle slots are reserved for bulk sequences, the next bulk sequence precedes all others.
+        If a slot is idle and bulk sequences have fewer slots than guaranteed, the next bulk sequence precedes all
+        others.
         """
         guaranteed = self.limits.bulk_slots
         if guaranteed and self.slots.idle and self.slots.num_bulk < guaranteed:
@@ -333,7 +334,7 @@ class Scheduler:
     # Finishing
 
     def is_full(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's slot has no free cells."""
+        """Return whether the sequence's slot is full."""
         return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Sequences and the slots that hold them: the tokens and progress of each request."""
+"""Sequences, which contain the tokens and progress of requests, and the slots that sequences occupy."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Sequence:
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether later requests may continue from this state.
+        """Return whether later requests may continue from this sequence's state.
 
         Only the states of interactive and prefill-only requests are reusable.
         """
@@ -181,7 +181,7 @@ class Sequence:
         return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= min_tokens
 
     def add_parts(self, parts: list[ReplyPart]) -> None:
-        """Add final parts of the reply to the completion."""
+        """Add finished parts of the reply to the completion."""
         self.texts += [part.text for part in parts if part.kind == "text"]
         self.reasoning_texts += [part.text for part in parts if part.kind == "reasoning"]
 
@@ -297,7 +297,7 @@ class SlotTable:
         return slot
 
     def swap(self, slot: int, other: int) -> list[Sequence]:
-        """Exchange the sequences of two slots, either of which may be idle. Return the sequences that have moved."""
+        """Swap the sequences in two slots, either of which may be idle. Return the sequences that have moved."""
         self._holders[slot], self._holders[other] = self._holders[other], self._holders[slot]
         moved = []
         for index in (slot, other):

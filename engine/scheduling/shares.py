@@ -21,7 +21,7 @@ Service = tuple[float, ...]  # of each level of a key, from the root, in tokens 
 
 @lru_cache(maxsize=10_000)
 def _levels_of(key: str) -> tuple[tuple[str, str], ...]:
-    """Return each node on the path of a key with its parent, starting at the root."""
+    """Return the nodes on a key's path, starting at the root, each with its parent."""
     names = key.split("/") if key else []
     nodes = ["", *("/".join(names[:end]) for end in range(1, len(names) + 1)), f"{key}/"]
     return tuple(zip(nodes[1:], nodes, strict=False))
@@ -63,7 +63,10 @@ class _Band:
             self._forget()
 
     def _forget(self) -> None:
-        """Discard the idle nodes with the least service. If such a node returns, its service is raised anyway."""
+        """Discard the idle nodes with the least service.
+
+        If a discarded node becomes active again, its service is raised anyway.
+        """
         idle = sorted(self.service.keys() - self.num_waiting.keys(), key=self.service.__getitem__)
         for node in idle[:-MAX_IDLE_NODES]:
             del self.service[node]
@@ -79,7 +82,10 @@ class FairShares:
         self._bands: defaultdict[int, _Band] = defaultdict(_Band)
 
     def start_waiting(self, sequence: Sequence, *, is_new: bool) -> None:
-        """Record that a sequence is waiting for a slot. `is_new` is False if the sequence has lost its slot."""
+        """Record that a sequence is waiting for a slot.
+
+        `is_new` is False if the sequence is waiting because it has lost its slot.
+        """
         band, key = self._bands[sequence.request.priority], sequence.request.share.key
         if is_new and not band.num_waiting[f"{key}/"] and any(s.request.share.key != key for s in self._slots.running):
             self.charge_running()
@@ -105,12 +111,15 @@ class FairShares:
             self.charge(sequence)
 
     def of(self, priority: int, key: str) -> Service:
-        """Return the service of a key at each level. The key with the smallest result is served next."""
+        """Return the service that a key has received at each of its levels.
+
+        The key with the smallest return value is served next.
+        """
         service = self._bands[priority].service
         return tuple([service.get(node, 0.0) for node, _ in _levels_of(key)])
 
     def services(self, running: list[Sequence]) -> dict[Sequence, Service]:
-        """Return the service of each sequence's fairness key.
+        """Return the service that each sequence's fairness key has received.
 
         If all sequences have the same key, each result is an empty tuple.
         """

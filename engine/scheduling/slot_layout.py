@@ -53,8 +53,8 @@ def runs_of(slots: Seq[int]) -> list[SlotRun]:
 def cheapest_cover(slots: Seq[int], can_fill: Callable[[int], bool], cost: Seq[float]) -> Cover:
     """Return the holes between these slots that are worth filling, because their rows cost less than the saved passes.
 
-    The result is optimal. It is computed by dynamic programming: the best cover of the first n runs is the best cover
-    of fewer runs, followed by one pass for the remaining runs.
+    The result is optimal. The holes are chosen by dynamic programming: the best cover of the first n runs is the best
+    cover of fewer runs, followed by one pass for the remaining runs.
     """
     runs = runs_of(slots)
     bridgeable = [all(can_fill(slot) for slot in range(before.end, after.first)) for before, after in pairwise(runs)]
@@ -89,11 +89,11 @@ def compacting_moves(slots: Seq[int], idle: Seq[int], weight: Mapping[int, int])
     The candidates are these slots and the idle slots, in order. A window slides over the candidates and contains as
     many of them as there are slots to place. A break is a position in the window at which the next candidate's index is
     not consecutive. The best window has the fewest breaks. Among windows with equally few breaks, the best window is
-    the one for which the moved slots have the smallest total `weight`. Slots outside the window move to idle slots
-    inside it.
+    the one for which the moved slots have the smallest total `weight`. Sequences outside the window move to idle slots
+    inside the window.
 
     For example, assume that slots 0 and 3 are given, slots 1, 2 and 5 are idle, and slot 4 is not available. The
-    candidates are 0, 1, 2, 3 and 5. Of the windows of two candidates, only (3, 5) has a break. If slot 3 has the
+    candidates are 0, 1, 2, 3 and 5. Among the windows of two candidates, only (3, 5) has a break. If slot 3 has the
     largest weight, the best of the other windows is (2, 3), and the only move is (0, 2).
     """
     candidates, moving, count = sorted([*slots, *idle]), set(slots), len(slots)
@@ -116,7 +116,7 @@ def adjacent_slot(running: Seq[int], empty: Seq[int]) -> int | None:
 
 
 def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
-    """Sort slots by how well they fit next to the running slots: holes first, then neighbours, then by distance."""
+    """Sort slots by how well they fit next to the running slots: holes, then neighbours, then the rest by distance."""
     others = sorted(running)
 
     def distances(slot: int) -> tuple[int, int, int]:
@@ -223,7 +223,7 @@ class SlotLayout:
         return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
 
     def _padding(self, slot: int, work: SlotWork) -> Chunk:
-        """Return a padding row for the slot. The row can have any token, because its result is not used."""
+        """Return a padding row for the slot. The row can contain any token, because the row's result is not used."""
         return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
 
     def remove_padding(self, padding: Seq[Chunk]) -> None:
@@ -259,7 +259,7 @@ class SlotLayout:
         return self.is_active and self._decode_costs.is_measured
 
     def plan_moves(self) -> list[Move]:
-        """Return moves that should save more time than they cost before the sequences finish."""
+        """Return moves that are expected to save more time than they cost by the time the sequences finish."""
         busy = self._slots.busy
         if not self._may_move or len(busy) < 2:
             return []
@@ -321,7 +321,7 @@ class SlotLayout:
         return Move(sequence, slot, target)
 
     def _weight(self, slot: int) -> int:
-        """Return the cost of emptying or filling this slot, as an equivalent number of moved tokens."""
+        """Return the cost of emptying or filling this slot, expressed as a number of moved tokens."""
         num_tokens = self._num_moved(slot)
         return num_tokens + MOVE_TOKENS if num_tokens else 0
 
@@ -362,7 +362,7 @@ class SlotLayout:
             if not self._cache.swap(slot, target):
                 return False
         except Exception:  # the content of both slots is unknown
-            log.exception("slot move failed", slot=slot, target=target, detail="affected tokens are computed again")
+            log.exception("slot move failed", slot=slot, target=target, detail="the affected tokens will be recomputed")
             for index in (target, slot):
                 self._cache.wipe(index)
             for each in (sequence, other):

@@ -8,8 +8,9 @@ decodes contains about 0.25 s of prefill.
 
 An arriving interactive request can preempt a bulk request. The interactive prompt is prefilled before bulk prompts that
 were admitted up to 20 s earlier. The running bulk decode call is aborted, and bulk rows skip the step that prefills the
-interactive prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk work keeps its
-rate even if interactive requests arrive often. If rows are cheap, as on a GPU, all bulk rows are decoded in every step.
+interactive prompt. The time that bulk work may lose in these ways is limited to a few percent, so bulk throughput
+hardly changes even if interactive requests arrive often. If rows are cheap, as on a GPU, all bulk rows are decoded in
+every step.
 
 ADR 011 contains the measurements. This module doesn't read a clock.
 """
@@ -91,13 +92,13 @@ TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in the b
 
 
 class Strategy(ABC):
-    """Allocates the tokens of a step to slots. To write your own strategy, derive a class from this one."""
+    """Allocates the tokens of a step to slots. To write your own strategy, subclass this class."""
 
     @abstractmethod
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        """Return the allocations of this step: at most one per slot, and at most `budget` tokens in total.
+        """Return this step's allocations: at most one allocation per slot, and at most `budget` tokens in total.
 
         Prefilling slots should be served in the order of `slots`. A prefill chunk has at most `chunk_size` tokens.
         """
@@ -152,7 +153,7 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Tok
 def _largest_equal_size(needs: list[int], budget: int) -> int:
     """Return the largest chunk size for which the chunks of all slots fit into the budget.
 
-    A slot that needs fewer tokens gets only the tokens that it needs.
+    A slot that needs fewer tokens gets a smaller chunk.
     """
     for index, need in enumerate(sorted(needs)):
         fair = budget // (len(needs) - index)
@@ -267,7 +268,7 @@ def yields_slot_despite_age(victim: Sequence, sequence: Sequence, now: float) ->
 
 
 class StepKind(Enum):
-    """The kind of the last step of `Adaptive`, which determines how its duration is used."""
+    """The kind of the last step of `Adaptive`, which determines what the strategy learns from the step's duration."""
 
     BULK = "only bulk requests have slots"
     DECODE = "decodes while an interactive request has a slot"
@@ -286,7 +287,7 @@ class _RowLimit:
     max_rows: int = FIRST_ROWS
 
     def observe(self, *, is_too_long: bool, num_useful: int) -> None:
-        """Learn from a step. The limit doesn't grow beyond `num_useful` rows."""
+        """Adjust the limit after a step. The limit doesn't grow beyond `num_useful` rows."""
         limit = int(self.max_rows * FEWER) if is_too_long else self.max_rows + 1
         self.max_rows = min(limit, max(FIRST_ROWS, num_useful))
 
@@ -456,12 +457,12 @@ def make_strategy(name: str) -> Strategy:
         raise InvalidRequest(f"batch_strategy: {name!r} can't be created: {error}; check the import path") from None
     if not isinstance(strategy, Strategy):
         base = f"{Strategy.__module__}.{Strategy.__name__}"
-        raise InvalidRequest(f"batch_strategy: {name!r} is not a Strategy; derive it from {base}")
+        raise InvalidRequest(f"batch_strategy: {name!r} is not a Strategy; use a subclass of {base}")
     return strategy
 
 
 class Guarded(Strategy):
-    """Calls a strategy, and replaces it with DecodeMaximal in every step in which it fails.
+    """Calls a strategy, and uses DecodeMaximal instead in every step in which the strategy fails.
 
     As a result, a broken strategy can't stop requests from being served.
     """
@@ -487,7 +488,7 @@ class Guarded(Strategy):
         self._call(lambda: self.strategy.observe(num_tokens, seconds))
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Return what the strategy's method returns, or False if the method raises an exception."""
+        """Return the result of the strategy's method, or False if the method raises an exception."""
         return bool(self._call(lambda: self.strategy.may_yield(num_tokens)))
 
     def _call(self, function: Callable[[], T]) -> T | None:

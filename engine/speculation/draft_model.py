@@ -56,7 +56,7 @@ class DraftModel:
     def __init__(self, backend: Backend, pass_tokens: int) -> None:
         """Create a draft model with as many slots as the large model, and passes of at most `pass_tokens` tokens.
 
-        Some passes are measured here so that their duration is known before a request depends on it. Raises
+        The constructor measures some passes, so their durations are known before the first request. Raises
         ModelLoadFailed if the model can't decode.
         """
         self.backend = backend
@@ -123,7 +123,7 @@ class DraftModel:
         )
 
     def seconds(self, num_slots: int, length: int) -> float:
-        """Return the time in seconds for making drafts of `length` tokens, excluding the prefill of unread tokens."""
+        """Return the expected time in seconds for making drafts of `length` tokens, excluding the prefill."""
         return length * self._costs.expected(num_slots) if num_slots else 0.0
 
     def refuse(self, rates: list[AcceptanceRates]) -> None:
@@ -137,10 +137,10 @@ class DraftModel:
     def draft(
         self, sequences: Mapping[Sequence, AcceptanceRates], length: int
     ) -> tuple[dict[Sequence, DraftTokens], float]:
-        """Return drafts of at most `length` likely tokens, and the time in seconds that making the drafts took.
+        """Return drafts of at most `length` likely tokens, and the time in seconds spent making the drafts.
 
-        A sequence with many unread tokens is prefilled over several calls, and gets a draft afterwards. The returned
-        time doesn't include this prefill.
+        If the draft model must first prefill many tokens of a sequence, the prefill takes several calls, and the
+        sequence gets a draft afterwards. The returned time doesn't include this prefill.
         """
         try:
             made = self._draft(sequences, length)
@@ -193,10 +193,10 @@ class DraftModel:
         return len(slot.tokens) + 1 < self.backend.ctx_per_slot
 
     def _read(self, sequences: list[Sequence], length: int) -> tuple[list[Sequence], float]:
-        """Prefill unread tokens.
+        """Prefill tokens that the draft model has not processed yet.
 
-        Return the sequences that have no unread tokens left. Also return the time spent in seconds, or 0 if there were
-        only a few unread tokens.
+        Return the sequences that are fully prefilled. Also return the prefill time in seconds, or 0 if there were only
+        a few tokens to prefill.
         """
         remaining = min(max(MIN_READ, len(sequences), int(READ_S / max(self._token_s, 1e-6))), self._pass_tokens)
         chunks: dict[Sequence, Chunk] = {}
@@ -268,7 +268,7 @@ class DraftModel:
     def _assign(self, sequence: Sequence) -> DraftSlot:
         """Assign the slot with the longest common prefix, or else the least recently used slot, to a sequence.
 
-        If no slot is free, a sequence that is waiting for a slot of the large model loses its slot here.
+        If no slot is free, take the slot of a sequence that is waiting for a slot in the large model.
         """
         free = [slot for slot in self._slots if slot.sequence is None] or [
             slot for slot in self._slots if slot.sequence is not None and slot.sequence.slot is None

@@ -57,7 +57,7 @@ class Drafting:
         options: EngineOptions,
         model: DraftModel | None = None,
     ) -> None:
-        """Create the object that manages an engine's drafts.
+        """Manage an engine's drafts.
 
         The options enable drafts, and limit the number of rows with logits in a decode call.
         """
@@ -77,16 +77,16 @@ class Drafting:
     # Before a decode call
 
     def begin_step(self) -> None:
-        """Record the previous step if it had drafts."""
+        """Record the result of the previous step if the step decoded drafts."""
         if self._step is not None and self._step.num_tokens and self._step.seconds:
             self.gate.account(self._step.num_tokens, self._step.seconds)
         self._step = None
 
     def take_checks(self, works: list[SlotWork]) -> tuple[list[SlotWork], list[SlotWork]]:
-        """Separate the work of requests that only check candidates (Engine.verify), and add their candidates.
+        """Return the work of requests that only check candidate tokens (Engine.verify), and the remaining work.
 
-        Each of these requests gets its own decode call regardless of the cost, because checking candidates is the
-        purpose of the request.
+        The candidates are added to the work as drafts. These drafts are decoded regardless of their cost, because
+        checking candidates is the purpose of these requests.
         """
         checks = {
             work.sequence: check
@@ -113,7 +113,7 @@ class Drafting:
         return SlotWork(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        """Return how many drafts fit into a sequence's slot and output, or 0 if the slot can't be truncated."""
+        """Return how many draft tokens fit into a sequence's slot and output, or 0 if the slot can't be truncated."""
         memory, slot = self._cache.memory, sequence.slot
         assert slot is not None
         if memory.first_cut(slot) > sequence.num_computed:
@@ -184,7 +184,7 @@ class Drafting:
         return drafted
 
     def _candidate(self, work: SlotWork) -> Candidate:
-        """Return a candidate for a slot with its current draft."""
+        """Return a candidate that represents a slot and its current draft."""
         drafted, slot = self._drafted[work.sequence], work.chunk.slot
         rates = [] if drafted.draft is None else drafted.rates.of_draft(drafted.draft)
         memory = self._cache.memory
@@ -216,7 +216,7 @@ class Drafting:
         return self.gate.fit([self._candidate(work) for work in works], max_s - seconds)
 
     def _offer_of_model(self, model: DraftModel, work: SlotWork) -> Candidate:
-        """Return a candidate for a new draft from the draft model, or for the current draft if it may be better."""
+        """Return a candidate for the current draft if it is good enough, or else for a draft from the draft model."""
         candidate, drafted = self._candidate(work), self._drafted[work.sequence]
         likely = drafted.rates.of(NAME, ANY_BUCKET)
         is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
@@ -306,6 +306,9 @@ class Drafting:
                 self._model.end(sequence)
 
     def forget_idle(self) -> None:
-        """Release the states that the draft model has kept for finished requests. The outputs in pools are kept."""
+        """Release the states that the draft model has kept for finished requests.
+
+        The pools of recent outputs are kept.
+        """
         if self._model is not None:
             self._model.forget_idle()

@@ -1,9 +1,9 @@
 """Choose the number of draft tokens in each decode call to maximize the tokens per second.
 
-The benefit of drafts is calculated from the drafts' acceptance rates and the measured duration of passes with these
-rows. Both the rates and the durations may be wrong, so an account tracks the time that drafts have saved and lost.
-Drafts are not used while the account has no credit. At most the share EXPLORING of the time is spent on trying options
-that have hardly been measured.
+The benefit of drafts is calculated from the drafts' acceptance rates and the measured duration of passes that include
+draft rows. Both the rates and the durations may be wrong, so a time budget tracks the time that drafts have saved and
+lost. Drafts are not used while this budget is used up. At most a fraction EXPLORING of the time is spent on trying
+options that have hardly been measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative 
 
 
 class Candidate(NamedTuple):
-    """A decoding slot, and the probability that each of its draft tokens is accepted if all earlier tokens are."""
+    """A decoding slot, and the probability that each draft token is accepted if all earlier tokens are accepted."""
 
     slot: int
     rates: Seq[float]  # empty if there are no drafts
@@ -72,7 +72,7 @@ class _Offer:
         return len(self._gains[slot]) - 1
 
     def gains(self, length: int) -> dict[int, float]:
-        """Return the expected number of tokens from at most `length` drafts, keyed by slot in descending order."""
+        """Return the expected tokens gained from at most `length` draft tokens, keyed by slot in descending order."""
         gains = [(slot, sums[min(length, len(sums) - 1)]) for slot, sums in self._gains.items()]
         return dict(sorted(gains, key=lambda pair: -pair[1]))
 
@@ -96,7 +96,7 @@ class Gate:
         self._num_held = 0  # steps for which the last choice is kept
 
     def begin_step(self, num_slots: int) -> bool:
-        """Return whether this step considers drafts. Some steps are skipped after drafts did not pay off."""
+        """Return whether this step should consider drafts. After drafts did not pay off, some steps are skipped."""
         if num_slots != self._num_slots:
             self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
         self._num_rest -= 1
@@ -113,11 +113,11 @@ class Gate:
     def choose(
         self, candidates: Seq[Candidate], max_s: float, making: Making = lambda _slots, _length: 0.0
     ) -> Mapping[int, int]:
-        """Return the number of drafts to decode for each slot with drafts.
+        """Return the number of draft tokens to decode for each slot that has drafts.
 
         A call with drafts is expected to take at most `max_s`. `candidates` are sorted by slot. Unless cells are
-        `unified`, all slots with drafts are padded to the same number of drafts. Slots without drafts are also padded
-        if a single pass of all slots is faster than several passes.
+        `unified`, all slots with drafts are padded to the same number of draft tokens. Slots without drafts are also
+        padded if a single pass of all slots is faster than several passes.
         """
         offer = _Offer(candidates, making)
         none = self._plan(offer, 0, [])
@@ -136,7 +136,7 @@ class Gate:
         return self._decide(self._explore(plans, chosen))
 
     def fit(self, candidates: Seq[Candidate], max_s: float) -> Mapping[int, int]:
-        """Return the number of existing drafts to decode, keyed by slot.
+        """Return the number of existing draft tokens to decode, keyed by slot.
 
         Existing drafts cost only the time for computing their rows.
         """
@@ -163,7 +163,7 @@ class Gate:
         return plan if chosen and len(plan.pass_rows) <= len(self._choice.pass_rows) else None
 
     def _explore(self, plans: Seq[DraftPlan], chosen: DraftPlan) -> DraftPlan:
-        """Return a plan that may be better than the chosen plan if the account covers the expected loss."""
+        """Return a plan that may be better than `chosen`, or `chosen` if the budget can't cover the expected loss."""
         candidate = max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic))
         expected_s = self._seconds(candidate) + candidate.making_s + candidate.reading_s
         loss_s = expected_s - candidate.num_tokens / self._rate(chosen, self._costs.expected)
@@ -194,7 +194,7 @@ class Gate:
                 by_gain = by_gain[: len(by_gain) // 2]
 
     def _plan(self, offer: _Offer, length: int, chosen: Seq[int], *, is_padded: bool = False) -> DraftPlan:
-        """Return the plan with `length` drafts for the chosen slots, which are sorted by gain."""
+        """Return the plan with `length` draft tokens for each of the chosen slots, which are sorted by gain."""
         if self._unified:
             lengths = {slot: min(length, offer.num_drafts(slot)) for slot in chosen}
             pass_rows = [len(offer.slots) + sum(lengths.values())]

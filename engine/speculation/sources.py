@@ -30,7 +30,7 @@ BREAK = -1  # separator between the texts of a pool; not a token
 
 
 class DraftTokens(NamedTuple):
-    """Proposed next tokens.
+    """The next tokens that a source proposes for a sequence.
 
     Each token has a bucket, which represents the source's confidence in the token (see AcceptanceRates).
     """
@@ -118,7 +118,10 @@ class Follower:
         self._num_seen = len(text)
 
     def expect(self, at: int) -> None:
-        """Propose the indexed tokens from position `at`. The caller knows that the sequence follows these tokens."""
+        """Propose the indexed tokens, starting at position `at`.
+
+        The sequence must match the indexed tokens before `at`.
+        """
         self._at, self._matched = at, RUNS[0]
 
     def draft(self, max_tokens: int) -> DraftTokens | None:
@@ -159,7 +162,7 @@ class Pool:
         self.index = Index([])
 
     def add(self, text: Seq[int]) -> None:
-        """Add a text. If the text is long, only its end is added.
+        """Add a generated text. If the text is long, only its end is added.
 
         If the index is replaced, existing followers keep the old index.
         """
@@ -212,7 +215,7 @@ class AcceptanceRates:
         self._counts: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])  # accepted, seen
 
     def of(self, source: str, bucket: int) -> float:
-        """Return the probability that a token in this bucket is accepted, given that its draft is accepted so far."""
+        """Return the probability that a token in this bucket is accepted if all earlier draft tokens are accepted."""
         accepted, seen = self._counts.get((source, bucket), (0.0, 0.0))
         if self._general is None:
             initial = FIRST_RATES[min(bucket, len(FIRST_RATES) - 1)]

@@ -1,4 +1,4 @@
 """Access to the operating system: cores, control groups, threads, child processes, and a watchdog for threads.
 
-This package must not import other packages of the engine.
+This package must not import other engine packages.
 """

@@ -11,8 +11,7 @@ from pathlib import Path
 def confine(pid: int, *, data_bytes: int, cpu_s: int | None = None) -> None:
     """Limit a child process's memory and CPU time, and make it the first process to be killed if memory runs out.
 
-    These limits work only on Linux. On other systems, the parent limits the child's running time, and nothing else is
-    limited.
+    These limits work only on Linux. On other systems, only the running time is limited, by the parent process.
     """
     if sys.platform != "linux":
         return

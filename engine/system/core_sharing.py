@@ -47,7 +47,7 @@ def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
     """Divide cores among processes that request these numbers of cores. Each process gets at least one core.
 
     No process gets more cores than it requests, and the other processes share the rest. If the cores can't be divided
-    equally, the first processes get the larger parts.
+    equally, the first processes get the larger shares.
     """
     shares, remaining = [0] * len(wants), total
     modest_first = sorted(range(len(wants)), key=lambda index: (wants[index], -index))
@@ -68,7 +68,7 @@ def available_beyond_others(cores: int, others: float) -> int:
 
 
 def num_threads(local: Processors, peers: Sequence[Peer], others: float) -> int:
-    """Return the number of threads for a process with these peers if other programs use `others` cores."""
+    """Return the number of threads that a process with these peers should use if other programs use `others` cores."""
     active = [peer for peer in peers if peer.uses >= ACTIVE]
     share = _share(available_beyond_others(local.cores, others), local.available, active)
     if local.available < local.cores:
@@ -100,7 +100,7 @@ class SteadyThreads:
         self._since: float | None = None
 
     def follow(self, now: float, called_for: int) -> int:
-        """Record the number of threads that is needed now, and return the number to use."""
+        """Record the number of threads that are needed now, and return the number of threads to use."""
         self._since = now if self._since is None else self._since
         self._calls.append((now, called_for))
         while self._calls[0][0] < now - RAISE_S:
@@ -145,9 +145,9 @@ class CoreSharing:
     """Owns a thread that observes the machine twice per second and sets each part's number of threads."""
 
     def __init__(self, claims: Callable[[], Sequence[Claim]], own: Processors | None = None) -> None:
-        """Create an object that shares cores among the parts returned by `claims`.
+        """Share cores among the parts returned by `claims`.
 
-        `own` describes the processors of this process. By default, they are detected.
+        `own` describes the processors available to this process. By default, the processors are detected.
         """
         self._claims = claims
         self._processors = own or processors.own_limits()
@@ -162,7 +162,7 @@ class CoreSharing:
         self._thread = threading.Thread(target=self._run, name="cellama-cores", daemon=True)
 
     def start(self) -> None:
-        """Start to observe the machine."""
+        """Start observing the machine."""
         self._thread.start()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class CoreSharing:
             try:
                 self.look(time.monotonic(), processors.read())
             except Exception:
-                log.exception("core sharing failed", detail="core sharing is retried at the next observation")
+                log.exception("core sharing failed", detail="core sharing will be retried at the next observation")
 
     def look(self, now: float, reading: ProcessorTimes | None) -> None:
         """Compare the CPU times with the previous observation, and set each part's number of threads."""
@@ -209,19 +209,19 @@ class CoreSharing:
         return others_of((reading.busy_s - last[1].busy_s) / seconds, used, self._peers)
 
     def _warn_about_others(self, others: float, now: float, share: int) -> None:
-        """Log once that other programs are using cores, which may explain why a worker is slow."""
+        """Log once that other programs are using cores, because this may explain why a worker is slow."""
         cores = self._processors.cores
         if self._quiet_at is None or available_beyond_others(cores, others) == cores:
             self._quiet_at = now
         elif not self._has_warned and now - self._quiet_at >= WARN_S and share < self._wants:
             self._has_warned = True
             log.warning(
-                "other programs detected",
+                "load from other programs detected",
                 used=round(others, 1),
                 cores=cores,
                 threads=share,
                 wanted=self._wants,
-                detail="models compute with fewer threads; stop these programs, or set the models' `threads`",
+                detail="models use fewer threads; stop these programs, or set the models' `threads`",
             )
 
 

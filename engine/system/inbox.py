@@ -69,7 +69,7 @@ class Inbox(Generic[Command]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request has not finished yet."""
+        """Whether any requests are unfinished."""
         return self._num_open > 0
 
     @property
@@ -96,7 +96,7 @@ class Inbox(Generic[Command]):
         return bool(self._commands)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until a command arrives, the owner is nudged, or the inbox is closed.
+        """Wait until a command arrives, `nudge` is called, or the inbox is closed.
 
         Wait for at most `timeout_s`.
         """

@@ -99,7 +99,7 @@ def _busy_s(times: object) -> float:
 
 
 def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> list[Path]:
-    """Return the control groups with this controller that contain this process, from the innermost to the root."""
+    """Return the control groups with this controller to which this process belongs, from the innermost to the root."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:

@@ -35,7 +35,7 @@ def start_deep(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def in_background(action: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a daemon thread, and return a future for its result or exception."""
+    """Call a function in a daemon thread, and return a future for the function's result or exception."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -54,8 +54,8 @@ def in_background(action: Callable[[], T], name: str) -> Future[T]:
 def at_low_priority(work: Callable[[], T]) -> T:
     """Call a function at low priority, and return its result or raise its exception.
 
-    The priority is lowered only on Linux. Threads started by the function keep the low priority, so an engine's thread
-    must be started elsewhere.
+    The priority is lowered only on Linux. Threads started by the function keep the low priority, so don't start an
+    engine's thread in the function.
     """
     if sys.platform != "linux":
         return work()
@@ -73,7 +73,7 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
 
 def give_way() -> None:
-    """Permanently lower the priority of the calling thread. On systems other than Linux, do nothing."""
+    """Permanently lower the priority of the calling thread. This function has no effect on systems other than Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # affects this thread only

@@ -1,4 +1,4 @@
-"""The watchdog: if a thread with work makes no progress for too long, log the cause and end the process.
+"""The watchdog: if a thread that has work makes no progress for too long, log the cause and end the process.
 
 A thread that serves many requests reports to its `Pulse` when it starts a step and when it has no work. One watchdog
 per process checks all pulses. After the process has ended, other processes take over its work. Without the watchdog, a
@@ -52,7 +52,7 @@ class WatchedStep(NamedTuple):
 class Pulse:
     """The progress of a thread.
 
-    Only that thread may use it, except for `name` and the fields for the watchdog.
+    Only the thread itself may use the pulse, except for `name` and the fields for the watchdog.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -140,10 +140,10 @@ class Watchdog:
         """Create a watchdog. The limit for a step is never below `at_least_s`.
 
         `end` is called with the reason, and ends the process. `num_paged` returns the number of pages that the process
-        has read from disk. If the watchdog's thread makes no check for `last_resort_s`, C code that doesn't need the
-        GIL ends the process. The watchdog's thread can miss its checks if another thread holds the GIL, or if the
-        process was suspended. If `last_resort_s` is lower than `LAST_RESORT_S` or twice `at_least_s`, the larger of
-        these values is used.
+        has read from disk. If the watchdog's thread doesn't run a check for `last_resort_s`, C code that doesn't need
+        the GIL ends the process. The watchdog's thread may miss checks while another thread holds the GIL, or after the
+        process was suspended. Values of `last_resort_s` below `LAST_RESORT_S` or below twice `at_least_s` are raised to
+        the larger of these limits.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -170,8 +170,8 @@ class Watchdog:
     def look(self, now: float) -> None:
         """End the process if a thread has not started a new step for too long.
 
-        At most two check intervals are counted per check, because threads can't make progress while the process is
-        suspended.
+        Each check counts at most two check intervals as elapsed, because threads can't make progress while the process
+        is suspended.
         """
         elapsed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * LOOK_S)
         self._looked_at = now
@@ -205,16 +205,16 @@ class Watchdog:
     def _arm_last_resort(self) -> None:
         """Set faulthandler's timer.
 
-        The timer's C thread ends the process after `last_resort_s`, unless the timer is set again before. The C thread
+        The timer's C thread ends the process after `last_resort_s`, unless the timer is reset before then. The C thread
         reads the stacks without the GIL. If another thread is running at the same time, for example after a suspension,
-        reading the stacks can crash. The process then ends with SIGSEGV instead of exit code 1.
+        reading the stacks can crash the process. The process then ends with SIGSEGV instead of exit code 1.
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
             self._armed_at = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching. After this call, threads may end in any way."""
+        """Stop watching. After this call, a failing thread no longer ends the process."""
         self._closing.set()
         with self._lock:
             for watch in self._watches:
@@ -237,7 +237,7 @@ def end_process(reason: str) -> None:
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)
     try:
-        log.critical("process exiting", detail=f"{reason}; other processes continue this process's jobs\n{stacks()}")
+        log.critical("process exiting", detail=f"{reason}; other processes resume this process's jobs\n{stacks()}")
         logging.shutdown()
     finally:
         os._exit(EXIT_STALLED)

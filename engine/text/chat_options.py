@@ -37,7 +37,7 @@ class ChatOptions:
     continue_final_message: bool | None = None  # None: a final message of the assistant is continued, if it has text
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages, preceded by the options' system message if one is set.
+        """Return the messages, preceded by the system message from the options if there is one.
 
         Raises InvalidRequest if the messages and the options both contain a system message.
         """
@@ -50,7 +50,7 @@ class ChatOptions:
     def started_reply(self, messages: Sequence[Message]) -> str:
         """Return the text that the reply continues, which is the content of a final assistant message.
 
-        The text is empty if the reply doesn't continue that message. Raises InvalidRequest if the caller requires a
+        The text is empty if the reply doesn't continue such a message. Raises InvalidRequest if the caller requires a
         continuation but the last message has no text to continue.
         """
         last = messages[-1] if messages else {}
@@ -188,7 +188,7 @@ def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
 def grammar_of_calls(
     name: str, format_: ReplyFormat, options: ChatOptions, prepare: Prepare, constraint: TextConstraint | None = None
 ) -> CallGrammar | None:
-    """Return the grammar of a reply with tool calls, or None if nothing needs to be enforced.
+    """Return the grammar of a reply that may contain tool calls, or None if nothing needs to be enforced.
 
     `constraint` is the request's constraint on the text. If the caller sets `grammar` or `lark`, that grammar
     constrains the whole reply, so the reply contains no tool calls. Raises InvalidRequest if a forced call can't be

@@ -51,8 +51,8 @@ class Rendered:
     def until(self, reply: str) -> Rendered:
         """Return the prompt, truncated after the last occurrence of this reply.
 
-        Spaces at the end of the reply are kept if the template keeps them. Raises InvalidRequest if the prompt does not
-        contain the reply.
+        Trailing spaces in the reply are kept if the template keeps such spaces. Raises InvalidRequest if the prompt
+        does not contain the reply.
         """
         found = self.text.rfind(reply.strip())
         if found < 0:
@@ -144,9 +144,9 @@ class ChatTemplate:
             return derive_order(self._process.request({"probes": order_probes(for_template)})["texts"])
         except TemplateFailed as error:
             log.warning(
-                "message order not derived",
+                "supported message orders not detected",
                 error=str(error),
-                detail="the chat template failed; messages are rendered in the caller's order",
+                detail="the chat template failed; messages keep the caller's order",
             )
             return MessageOrder(first_system=True, more_systems=True, repeated_roles=True)
 
@@ -154,14 +154,14 @@ class ChatTemplate:
     def reply_markup(self) -> ReplyMarkup:
         """The markup of reasoning and tool calls in replies.
 
-        The markup is derived once, by rendering sample conversations. Together, these renderings must not take longer
-        than the time limit for a single conversation. Otherwise, the markup is unknown.
+        The markup is derived once, by rendering sample conversations. If rendering all of these conversations takes
+        longer than the time limit for a single conversation, the markup is unknown.
         """
         try:
             rendered = self._process.request({"probes": probes(for_template)})["texts"]
         except TemplateFailed as error:
             log.warning(
-                "reply markup not derived",
+                "reply markup not detected",
                 error=str(error),
                 detail="the chat template failed; reasoning and tool calls stay in the text",
             )
@@ -192,7 +192,7 @@ class ChatTemplate:
 
     @property
     def supports_tools(self) -> bool:
-        """True if the template describes tools to the model."""
+        """True if the template includes tool descriptions in the prompt."""
         return "tools" in self.source
 
     @property
@@ -296,7 +296,10 @@ def after_reply(
 
 
 def _reply_of(word: str, calls: Sequence[Mapping[str, Any]]) -> Message:
-    """Return a reply that contains only a word. If there are calls, the last call's arguments contain the word."""
+    """Return a reply that contains only a word.
+
+    If the reply has tool calls, the last call's arguments contain the word.
+    """
     if not calls:
         return {"role": "assistant", "content": word}
     arguments = [*["{}"] * (len(calls) - 1), json.dumps({"text": word})]
@@ -332,7 +335,7 @@ class TemplateProcess:
         self._start()
 
     def request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the process and return the answer.
+        """Send a request to the process and return the response.
 
         Raises TemplateFailed, InvalidRequest or EngineStopped.
         """
@@ -378,9 +381,9 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template does not compile: {answer['error']}")
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
-        """Send a line and return the answer.
+        """Send a line and return the response.
 
-        If no answer arrives in time, kill the process and raise TemplateFailed.
+        If no response arrives in time, kill the process and raise TemplateFailed.
         """
         stdin, stdout = _pipes(self._process)
         timer = threading.Timer(WALL_S, self._process.kill)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class StopMatch:
     """A stop string found in the text.
 
-    `released` is the previously unreleased text before the stop string. The stop string itself is included if it is
-    kept.
+    `released` is the previously unreleased text before the stop string. If the stream keeps stop strings, `released`
+    also includes the stop string.
     """
 
     released: str
@@ -21,9 +21,9 @@ class StopMatch:
 class TextStream:
     """Releases text once it can no longer be part of a stop string or of an unfinished character.
 
-    The result does not depend on how the bytes are split. The stop string that *ends* first wins. If several stop
-    strings end at the same position, the longest of them wins. Invalid bytes become U+FFFD, and an unfinished character
-    at the very end is dropped.
+    The result does not depend on how the bytes are split into tokens. The stop string that *ends* first wins. If
+    several stop strings end at the same position, the longest of them wins. Invalid bytes become U+FFFD, and an
+    unfinished character at the very end is dropped.
     """
 
     def __init__(self, stops: tuple[str, ...] = (), *, keeps_stop: bool = False) -> None:

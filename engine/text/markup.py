@@ -19,7 +19,7 @@ _SPACES = f"[{SPACE}]*"
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A token that llama.cpp finds in a text before it tokenizes the rest (llama_vocab: cache_special_tokens)."""
+    """A token that llama.cpp splits off before it tokenizes the rest of a text (llama_vocab: cache_special_tokens)."""
 
     id: int
     text: str

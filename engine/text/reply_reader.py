@@ -23,7 +23,7 @@ Kind = Literal["text", "reasoning", "reasoning_end"]
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A final piece of a reply. `text` is empty for `reasoning_end`.
+    """A piece of a reply that can no longer change. `text` is empty for `reasoning_end`.
 
     `calls` are pieces of tool calls, which follow the text. Before the end of the reply, only calls that a grammar
     enforces are returned, because other calls may still turn out to be text.
@@ -91,7 +91,7 @@ class ReplyReader(ABC):
         return self._format.closing_token(self._num_reasoning) if self.is_thinking else None
 
     def note_token(self) -> None:
-        """Count one sampled token. Pass its text to the next `push`."""
+        """Count one sampled token. Pass the token's text to the next `push` call."""
         self._num_tokens += 1
         self._num_reasoning += self.is_thinking
 
@@ -106,7 +106,7 @@ class ReplyReader(ABC):
     def finish(self, *, cut: bool = False) -> tuple[list[ReplyPart], tuple[ParsedToolCall, ...]]:
         """End the reply, and return the remaining parts and the tool calls. Incomplete markup becomes text.
 
-        `cut` means that the model had not finished, for instance because max_tokens was reached.
+        Set `cut` if the model had not finished, for instance because max_tokens was reached.
         """
         parts, calls = self._finish(cut=cut and self._format.has_bound_calls)
         return self._with_pieces(parts), calls
@@ -114,7 +114,7 @@ class ReplyReader(ABC):
     @property
     @abstractmethod
     def _pieces(self) -> CallPieces | None:
-        """The pieces of the calls so far, or None before the first call or if the calls are not enforced."""
+        """The pieces of the calls so far, or None before the first call or if no grammar enforces the calls."""
 
     @abstractmethod
     def _push(self, text: str) -> list[ReplyPart]:
@@ -342,7 +342,7 @@ class ChannelReader(ReplyReader):
         return name if tools is not None and name is not None and tools.offers(name) else None
 
     def _read_head(self, parts: list[ReplyPart]) -> bool:
-        """Read the header of a message. Return False if it is incomplete."""
+        """Read the header of a message. Return False if the header is incomplete."""
         head, found, rest = self._held.partition(MESSAGE)
         if not may_be_head(self._held):
             self._start_message(parts, MessageHead("final"), "", self._held)
@@ -365,7 +365,7 @@ class ChannelReader(ReplyReader):
                 self._enforced.start(self._function)
 
     def _read_enforced_call(self, arguments: JsonArguments) -> bool:
-        """Read the arguments of an enforced call. Return True if its message has ended."""
+        """Read the arguments of an enforced call. Return True if the call's message has ended."""
         new, length = arguments.read(self._held)
         self._enforced.add(new)
         self._held = self._held[length:]
@@ -406,7 +406,7 @@ class ChannelReader(ReplyReader):
         self._head = None
 
     def _call(self, body: str) -> ParsedToolCall | None:
-        """Return the call in a message with this body, or None if the body is incomplete or not a call."""
+        """Return the call that a message with this body makes, or None if the body is incomplete or isn't a call."""
         if self._function is None:
             return None
         try:

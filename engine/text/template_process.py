@@ -4,12 +4,12 @@ Templates come from models, and their variables come from jobs. Malicious templa
 forever, fill the memory, or hold the GIL in one long call. A separate process protects other jobs from malicious
 templates and variables. The process starts quickly because it imports only the standard library and Jinja.
 
-The process reads one JSON object per line, and answers each object with another JSON object. The first line contains
-`source`, `bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line contains `messages`,
-`variables` and `mark`. The answer contains either `text` and `marked` (see `CallerMasks`), or `error` and `kind`. The
+The process reads one JSON object per line, and responds to each object with another JSON object. The first line
+contains `source`, `bos`, `eos`, `control`, `markup`, `from_caller` and `cpu_s`. Every other line contains `messages`,
+`variables` and `mark`. The response contains either `text` and `marked` (see `CallerMasks`), or `error` and `kind`. The
 kind is "invalid" if the request is at fault, "refused" if the template raised an error, or otherwise "failed". A
-request with `probes` contains several conversations, keyed by name. The answer to this request contains `texts`, in
-which the value is null for each conversation that the template can't render.
+request with `probes` contains several conversations, keyed by name. The response to this request contains `texts`,
+which maps each name to a text, or to null if the template can't render the conversation.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class CallerMasks:
     """Finds the characters of a prompt that come from the caller, regardless of how the template changed them.
 
     The template renders the conversation a second time. For the second rendering, each character in the caller's
-    strings that distinguishes control tokens from words, such as `<` or `|`, is replaced by another character, its
-    mask. If both prompts are equal except for the masks, each mask is at the position of a caller's character.
+    strings that distinguishes control tokens from words, such as `<` or `|`, is replaced by a different character,
+    called a mask. If the two prompts are identical except for the masks, each mask is at the position of a caller's
+    character.
     """
 
     def __init__(self, tree: nodes.Template, source: str, control: Sequence[str], markup: Sequence[str]) -> None:
@@ -140,7 +141,7 @@ class CallerMasks:
         return next((literal for literal in found if any(self._contributes(text, literal) for text in strings)), None)
 
     def _contributes(self, text: str, literal: str) -> bool:
-        """Return True if a string contains the literal, or starts or ends with a part of it.
+        """Return True if a string contains the literal, or starts or ends with a part of the literal.
 
         The part must contain markup characters.
         """
@@ -191,7 +192,7 @@ class Renderer:
         self._from_caller = setup["from_caller"]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. Raises Invalid or any error from the template."""
+        """Return the response to a request. Raises Invalid or any error from the template."""
         if "probes" in request:
             return {"texts": {name: self._probe(probe) for name, probe in request["probes"].items()}}
         messages = request["messages"]
@@ -273,7 +274,7 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin is closed."""
+    """Handle requests until stdin is closed."""
     setup = json.loads(sys.stdin.readline())
     renderers: list[Renderer] = []
 

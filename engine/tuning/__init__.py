@@ -1,4 +1,4 @@
 """Measure which configuration of a model is fastest on this machine, for `cellama tune`.
 
-May use: the whole engine.
+This package may import the whole engine.
 """

@@ -1,4 +1,4 @@
-"""Tune a model. `cellama tune`, which must not import the engine, runs `python -m cellama.engine.tuning`.
+"""Tune a model. The command `cellama tune`, which must not import the engine, runs `python -m cellama.engine.tuning`.
 
 The program reads one JSON object from stdin with `source`, `options` (fields of EngineOptions), `capabilities`, `hub`,
 `seconds`, `max_threads` and `max_slots`. The program then writes one JSON object per line: `{"row": …}` after each

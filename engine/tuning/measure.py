@@ -42,7 +42,7 @@ SPREAD = 0.6  # sigma of the lognormal lengths: an eighth are below half the med
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The lengths of half of the requests.
+    """The prompt and output lengths of half of the requests.
 
     The other half has about the same mean lengths, and no request is more than twice as long.
     """
@@ -61,7 +61,7 @@ def num_requests(slots: int) -> int:
 
 
 def requests(lengths: RequestLengths, count: int, n_vocab: int, round_: int = 0) -> list[tuple[tuple[int, ...], int]]:
-    """Return prompts, each with the number of tokens to generate. The same arguments always return the same result.
+    """Return prompts, each with the number of tokens to generate. The same arguments always produce the same result.
 
     Prompts of different rounds never share a prefix, so no prompt is cached from an earlier round.
     """
@@ -132,7 +132,7 @@ def tune(
     max_slots: int = MAX_SLOTS,
     on_row: Callable[[Measurement], None] = lambda row: None,
 ) -> Tuning:
-    """Measure a model for about `seconds`, not including the download from the hub.
+    """Measure a model for about `seconds`, not including the download from the Hub.
 
     All `options` except n_parallel, n_ubatch, threads, kv_layout and the context size apply to every measurement.
     Raises ModelLoadFailed, InsufficientMemory, WrongCapability or InvalidRequest.
@@ -166,7 +166,7 @@ def tune(
     finally:
         weights.close()
     if chosen is None:
-        raise ModelLoadFailed(f"{source!r}: no setup could be measured within {seconds:g} s; allow more time")
+        raise ModelLoadFailed(f"{source!r}: no configuration could be measured within {seconds:g} s; allow more time")
     return Tuning(
         fingerprint=weights.info.fingerprint,
         description=weights.info.description,
@@ -227,15 +227,15 @@ class TuningRig:
         self._num_rounds = 0
 
     def measure(self, setup: Setup) -> Measurement | None:
-        """Return a measurement of the best of a few rounds, or None if the setup fails or takes too long.
+        """Measure a few rounds and return the best result, or None if the setup fails or takes too long.
 
-        The best round counts, because other programs can only make a round slower.
+        The best round is used, because other programs can only make a round slower.
         """
         started = time.monotonic()
         try:
             rounds = self._generate(setup, self.lengths) if self._uses.generates else self._embed(setup)
         except EngineError as error:
-            log.warning("setup not measured", setup=str(setup), error=str(error))
+            log.warning("configuration not measured", setup=str(setup), error=str(error))
             return None
         if not rounds:
             return None

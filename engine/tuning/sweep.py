@@ -55,7 +55,7 @@ class SweepLimits:
 def thread_counts(max_threads: int) -> list[int]:
     """Return the thread counts to try.
 
-    The counts are the maximum, its repeated halves, and the numbers midway between them.
+    The counts are the maximum, the numbers obtained by halving it repeatedly, and the midpoints between these numbers.
     """
     counts, count = {max_threads, 1}, max_threads
     while count > 1:
@@ -126,7 +126,7 @@ class Sweep:
     def _rate(self, setup: Setup, best: float = 0.0) -> float:
         """Return a setup's tokens per second, or 0 if it can't be measured.
 
-        Rates far below `best` are measured twice.
+        Setups with rates far below `best` are measured twice.
         """
         known = next((row for row in self.rows if row.setup == setup), None)
         if known is not None:

@@ -1,4 +1,6 @@
-"""Run one attempt at a job in a worker. The job's stream always ends exactly once, and Celery gets the matching state.
+"""Run one attempt at a job in a worker.
+
+The job's stream always ends exactly once, and Celery stores the matching state.
 
 A job that finishes, or reaches its `timeout`, ends its stream with `done`, and Celery's state is SUCCESS. A job that
 was revoked, or cancelled in Redis, ends with `done` (`cancelled`), and the state is REVOKED. A job that reaches its
@@ -8,7 +10,7 @@ ends with `error` (`dead`), and the state is FAILURE with JobFailed. A job that 
 `error`, and the state is FAILURE with JobFailed. If the worker stops, the message is queued again, and another attempt
 ends the stream and sets the state. If another attempt has started, that attempt ends the stream and sets the state.
 
-`JobAttempt.execute` runs the whole attempt: it passes the quarantine, starts the attempt in the ledger, calls the
+`JobAttempt.execute` runs the whole attempt: it waits in the quarantine, starts the attempt in the ledger, calls the
 handler for the kind of job (`HANDLERS`), and ends the attempt. Everything runs on the job's pool thread, except the
 callbacks for interruptions.
 """
@@ -120,7 +122,7 @@ CompletionJob = GenerateJob | ChatJob | PrefillJob  # jobs that need a slot of a
 
 
 def attempt_job(runtime: Runtime, task: Task, streams: bool, read_payload: Callable[[], Any]) -> Result:
-    """Run one attempt at a task's job, and return its result. Raises the exceptions of `JobAttempt.execute`."""
+    """Run one attempt at a task's job, and return the job's result. Raises the exceptions of `JobAttempt.execute`."""
     return JobAttempt(task, runtime, read_payload).execute(streams)
 
 
@@ -201,14 +203,20 @@ class JobAttempt:
             return result
 
     def _note_token(self, leave_quarantine: Callable[[], None]) -> None:
-        """End the job's quarantine, because a token of this attempt is in Redis. The publisher thread calls this."""
+        """End the job's quarantine, because a token from this attempt is in Redis.
+
+        The publisher thread calls this method.
+        """
         leave_quarantine()
         if not self._context.has_token:
             self._context.has_token = True
             self._runtime.middlewares.call(Middleware.after_first_token, self._context)
 
     def _result_or_end(self) -> Result:
-        """Return the result of the handler for this kind of job. Any failure ends the stream and is re-raised."""
+        """Call the handler for this kind of job, and return its result.
+
+        Any failure ends the stream and is re-raised.
+        """
         try:
             if self._attempt.verdict == "dead":
                 raise JobFailed(DEAD, DEAD_MESSAGE.format(self._attempt.num_failures - 1))
@@ -281,7 +289,7 @@ class JobAttempt:
             self._runtime.ledger.hand_back(self._attempt)
         except RedisError as error:
             log.warning(
-                "job not handed back",
+                "job not returned to its queue",
                 job_id=self.job_id,
                 detail=f"{error}; a reaper will requeue the job when its lease expires",
             )
@@ -291,7 +299,7 @@ class JobAttempt:
         """End a job that is not in the ledger although its message has cellama's header.
 
         The message may be a copy of an expired job's message, or plain Celery may have sent it. Raises Ignore if Celery
-        already has the job's end.
+        already has the job's outcome.
         """
         if self._retry_redis(self._task.AsyncResult(self.job_id).ready):
             raise Ignore()
@@ -302,7 +310,7 @@ class JobAttempt:
     def _raise_if_interrupted(self) -> None:
         """Raise SoftTimeLimitExceeded or Ignore if the job is interrupted.
 
-        Celery itself stores the end of the job after a revoke or at a hard limit.
+        Celery itself stores the job's outcome after a revoke or a hard time limit.
         """
         if self._control.interruption is Interruption.SOFT_LIMIT:
             raise SoftTimeLimitExceeded()
@@ -313,7 +321,7 @@ class JobAttempt:
         """Call `stop` when the job is interrupted. `stop` must cancel this attempt's requests."""
 
         def interrupted(reason: Interruption) -> None:
-            if reason in HANDED_OVER:  # so that the end of the request does not become the end of the job
+            if reason in HANDED_OVER:  # so that the job does not end with the request
                 self._stream.hand_back()
             stop(reason)
 
@@ -323,7 +331,7 @@ class JobAttempt:
         """Run an action, and retry the action while Redis does not answer or temporarily refuses commands.
 
         Raises JobFailed if Redis refuses the command permanently, Reject if the worker stops in the meantime, and
-        Ignore or SoftTimeLimitExceeded at a time limit.
+        Ignore or SoftTimeLimitExceeded if the job reaches a time limit.
         """
         with redis_waits.of(f"job {self.job_id}") as waits:
             while True:
@@ -363,7 +371,7 @@ class JobAttempt:
         return Ignore()
 
     def _sampling_defaults(self, model: Model) -> Mapping[str, object]:
-        """Return the model's sampling defaults at the time of the first attempt."""
+        """Return the model's sampling defaults as they were at the first attempt."""
         return model.options.sampling_defaults if self._past.provenance is None else self._past.provenance.sampling
 
     def _provenance(
@@ -389,10 +397,9 @@ class JobAttempt:
             has_model = any_version.is_in(model) or may_be_served(workers, model_id, any_version)
             raise grammar_changed(provenance, version) if has_model else model_changed(model_id)
         log.info(
-            "job handed over",
+            "job handed over to another worker",
             job_id=self.job_id,
-            detail="the first attempt used a different model, adapter or llguidance version; another worker resumes "
-            "the job",
+            detail="the first attempt used a different model, adapter or llguidance version",
         )
         time.sleep(HAND_BACK_DELAY_S)
         raise self._hand_over()
@@ -400,7 +407,7 @@ class JobAttempt:
     def _others_have_adapters(self, model_id: str, adapters: Iterable[str]) -> bool:
         """Return whether another worker has these adapters.
 
-        If one has them, wait before returning (docs/adr/012-pools.md).
+        If another worker does, wait before returning (docs/adr/012-pools.md).
         """
         name = self._runtime.incarnation.split()[0]
         workers = self._retry_redis(lambda: live_workers(self._runtime.redis))
@@ -558,7 +565,7 @@ class JobAttempt:
         return self._done(result)
 
     def _done(self, result: Result) -> Result:
-        """End the stream of a job whose end is not reported by an engine, and return the result."""
+        """End the stream of a job that ended without an event from an engine, and return the job's result."""
         usage = cast(Usage, result.get("usage") or usage_of())
         self._end_stream(events.done("stop", usage), result)
         log.info("job finished", job_id=self.job_id, model=result["model"], prompt_tokens=usage["prompt_tokens"])

@@ -1,4 +1,4 @@
-"""Compute a slice of a bulk run.
+"""Process a slice of a bulk run.
 
 The slice is a single job, and each line is a request to the engine or the embedder.
 """
@@ -51,12 +51,12 @@ def adapters_of_lines(job: ChunkJob) -> set[str]:
 
 
 def has_constrained_lines(job: ChunkJob, defaults: Mapping[str, object]) -> bool:
-    """Return whether the text of any line is constrained."""
+    """Return whether a constraint applies to the output of any line."""
     return any(line.kind in ("generate", "chat") and is_constrained(line.params, defaults) for line in job.lines)
 
 
 class ChunkRun:
-    """One attempt at a slice. It runs on the job's thread, except for `stop` and `_finish_line`."""
+    """One attempt at a slice. The attempt runs on the job's thread, except for `stop` and `_finish_line`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ChunkRun:
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Compute the lines. Return when the end of every line is in Redis, or when `stop` has been called."""
+        """Process the lines. Return once the outcome of every line is in Redis, or once `stop` has been called."""
         self._context.requests_from = self._started_at  # all lines count as submitted now
         self._stream.on_line = self._finish_line
         self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
@@ -120,7 +120,7 @@ class ChunkRun:
                 self._changed.notify_all()
 
     def _try(self, index: int, step: Callable[[], None]) -> None:
-        """Call `step`, which handles a part of a line. If `step` raises an error, only this line ends."""
+        """Call `step`, which handles a part of a line. If `step` raises an error, only this line fails."""
         try:
             step()
         except EmbeddingCancelled:
@@ -132,7 +132,7 @@ class ChunkRun:
         except EngineError as error:
             self._publish_failure(index, failure_of(error))
         except Exception as error:
-            log.exception("line failed unexpectedly", run=self._run_id, line=index)
+            log.exception("line of bulk run failed unexpectedly", run=self._run_id, line=index)
             self._publish_failure(index, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
 
     def _start_line(self, index: int, texts: list[TextLine]) -> None:
@@ -169,7 +169,7 @@ class ChunkRun:
             handle.cancel()
 
     def _seed_of(self, index: int) -> int:
-        """Return the seed of a line, which is the same in every attempt, so that the line can resume."""
+        """Return a line's seed, which is the same in every attempt, so that a later attempt can resume the line."""
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {index}".encode()) & 0x7FFFFFFF
 
     def _finish_texts(self, index: int, job: EmbedJob | RerankJob, handle: EmbeddingHandle) -> None:

@@ -57,7 +57,7 @@ class RequestExtras:
 
 
 def share_of(attempt: Attempt) -> Share:
-    """Return the share of the slots to which an attempt's requests belong."""
+    """Return the fairness key and weights that determine which share of the slots an attempt's requests get."""
     return Share(attempt.fairness_key, attempt.fairness_weights, get_settings().prefill_cost)
 
 
@@ -186,7 +186,7 @@ def _prompt_of(
 def _check_signatures(
     messages: Sequence[Message], options: ChatOptions, signer: Signer, parent_key: str | None
 ) -> None:
-    """Raise InvalidJob if reasoning does not match its signature, given these messages and this parent."""
+    """Raise InvalidJob if the reasoning in a message does not match its signature."""
     conversation = options.all_of(messages)
     if (wrong := signer.first_wrong(conversation, parent_key)) is not None:
         index = wrong - len(conversation) + len(messages)
@@ -197,7 +197,7 @@ def _check_signatures(
 
 
 def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
-    """Return a context's tokens, read from this worker's memory, its directory of KV states, or Redis.
+    """Return a context's tokens, read from this worker's memory, its KV state directory, or Redis.
 
     A context is used only if its tokens have the given key for the job's scope and adapters. Otherwise, the key is
     treated as unknown, so that no error reveals whether the key exists in another scope. The context is stored in Redis
@@ -227,7 +227,7 @@ def _has_key(context: KeptContext, model: Model, key: str, scope: str, adapters:
     """Return whether a context has this key for a job with this scope and these adapters.
 
     The key contains the identity of the engine that computed the context. This engine's identity may be different, for
-    example because its KV cache has another data type. The tokens are then prefilled again.
+    example because its KV cache has a different data type. In this case, the tokens are prefilled again.
     """
     fingerprints = {info.name: info.fingerprint for info in model.adapters()}
     pairs = tuple((fingerprints.get(name, ""), scale) for name, scale in adapters)

@@ -1,6 +1,6 @@
 """Add a remote control command that reports how much of a prompt is in this worker's cache.
 
-Only workers import this.
+Only workers import this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cellama_cached_prefix(state: Any, job: dict[str, Any], **_: Any) -> dict[str
 def cached_prefix(manager: ModelManager, job: PrefillJob) -> dict[str, Any]:
     """Return the fields of `CachedPrefix` except `worker`. Raises InvalidJob or EngineError.
 
-    This function runs on the worker's main thread, so it refuses texts that would take too long to tokenize.
+    This function runs on the worker's main thread, so it rejects texts that would take too long to tokenize.
     """
     texts = [job.prompt] if isinstance(job.prompt, str) else [message.content or "" for message in job.messages]
     num_chars = sum(map(len, texts)) + len(job.system or "")

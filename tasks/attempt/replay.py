@@ -1,6 +1,7 @@
 """Continue a chat after the tokens of its earlier replies, instead of rendering them again (tasks/state/replies.py).
 
-The prompt then starts with all tokens that the model read and wrote in the earlier turns, so its KV state is reused.
+The prompt then starts with all tokens that the model read and wrote in the earlier turns, so the KV state of these
+tokens is reused.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RetryRedis(Protocol):
 
 
 class ChatReplay:
-    """The earlier replies of one chat, and the records of its next reply."""
+    """The earlier replies in a chat, and the records to store with the chat's next reply."""
 
     def __init__(self, runtime: Runtime, model: Model, job: ChatJob, provenance: Provenance) -> None:
         """Compute the digests of the conversation. Raises WrongCapability, TemplateFailed and InvalidRequest."""

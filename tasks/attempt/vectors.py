@@ -118,7 +118,7 @@ def as_base64(vector: NDArray[np.float32]) -> Encoded:
 def as_list(vector: NDArray[np.float32], *, unit: bool) -> Encoded:
     """Encode a vector as a JSON array, or several vectors of a text as an array of arrays.
 
-    Vectors of `unit` length are encoded faster, with fewer characters.
+    If the vectors are of `unit` length, they are encoded faster and with fewer characters.
     """
     write = _unit_row if unit else _row
     if vector.ndim == 1:

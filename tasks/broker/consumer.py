@@ -1,12 +1,12 @@
 """Celery's consumer with three additions.
 
-Jobs survive a restart of Redis. When Celery 5.7 loses its connection to Redis, it returns all messages that are not
-acknowledged, although their tasks are still running, and sends later acknowledgements to the old channel. This consumer
-keeps the messages, and moves them to the new channels after it has reconnected.
+Jobs survive a restart of Redis. When Celery 5.7 loses its connection to Redis, it requeues all unacknowledged messages,
+although their tasks are still running, and sends later acknowledgements to the old channel. This consumer keeps the
+messages, and moves them to the new channels after it has reconnected.
 
 Urgent jobs start before bulk jobs. The consumer has two channels on two connections: one for urgent and one for bulk
-jobs. If bulk jobs use up the capacity of a model, the worker still receives urgent jobs for it, and the engine preempts
-bulk requests for them (docs/delivery.md).
+jobs. If bulk jobs use up a model's capacity, the worker still receives urgent jobs for this model, and the engine
+preempts bulk requests to run the urgent jobs (docs/delivery.md).
 
 A worker reads only the queues of models that have capacity, and takes several messages at a time (`QueueReader`).
 Kombu's own channels treat all queues alike, and take only one message at a time.
@@ -92,7 +92,7 @@ class JobLimits:
     ) -> None:
         """Compute capacity from `max_in_progress`, the maximum number of jobs per model, which can change later.
 
-        `default` returns the model that serves `:default`, and `bulk_slots` the number of slots of a model that are
+        `default` returns the model that serves `:default`. `bulk_slots` returns how many of a model's slots are
         guaranteed to bulk jobs.
         """
         self._max_in_progress = max_in_progress
@@ -114,7 +114,10 @@ class JobLimits:
         return self._remaining(queues, held, self._limit)
 
     def guaranteed(self, queues: Iterable[str], held: HeldJobs) -> dict[str, int]:
-        """Return how many bulk jobs each queue may deliver regardless of urgent jobs, given the bulk jobs `held`."""
+        """Return how many bulk jobs each queue may deliver regardless of urgent jobs.
+
+        `held` contains the bulk jobs that the worker already holds.
+        """
         return self._remaining(queues, [held], self._bulk_slots)
 
     def _remaining(
@@ -141,7 +144,7 @@ class JobLimits:
 
 
 class QueueReader:
-    """Reads messages from one channel's queues: only the channel's priorities, and only models that have capacity.
+    """Reads messages with one channel's priorities from the queues of models that have capacity.
 
     BRPOP returns a message from the first list that is not empty. Kombu moves the queue of the last message to the end
     of its cycle, so models take turns. Within a model, more urgent lists come first.
@@ -197,7 +200,7 @@ class QueueReader:
         return capacity
 
     def can_take(self) -> bool:
-        """Return whether kombu may read this channel.
+        """Return whether kombu may read from this channel.
 
         Kombu may also read while a reply is pending, so that a message in this reply is not left unread.
         """
@@ -275,8 +278,8 @@ class QueueReader:
     def _read(self) -> None:
         """Deliver the message in a reply to BRPOP, and the messages that are taken together with it.
 
-        Data that is not a message is dropped, because it would otherwise crash each worker that reads it. If a message
-        can't be delivered, its lease expires, and the reaper queues the message again. Raises queue.Empty and
+        Data that is not a message is dropped, because such data would otherwise crash every worker that reads it. If a
+        message can't be delivered, its lease expires, and the reaper requeues the message. Raises queue.Empty and
         RedisError.
         """
         key, payload = read_brpop(self.channel)
@@ -384,7 +387,7 @@ def keep_client(channel: Any) -> None:
 
 
 class ReconnectingConsumer(Consumer):  # type: ignore[misc]
-    """A consumer that acknowledges messages on current channels, and keeps messages whose jobs are still running."""
+    """A consumer that acknowledges messages on the current channels and keeps messages whose jobs are running."""
 
     job_limits: JobLimits  # set before the first job is taken (Runtime.attach)
     prefix_cache: Callable[[], WorkerCache | None]  # like `job_limits`
@@ -459,7 +462,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
             self.bulk_consumer.cancel_by_queue(queue)
 
     def request_again(self) -> None:
-        """Request jobs for models that have gained capacity. The event loop calls this method in each turn."""
+        """Request jobs for models that have gained capacity. The event loop calls this method on each iteration."""
         if self.channels:
             for reader in self.readers:
                 reader.request_again()
@@ -474,7 +477,9 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
             failure = end_unknown_task(self.app, message)
         except RedisError as error:
             log.warning(
-                "job with unknown task not ended", job_id=job_id, detail=f"{error}; retrying in {ACK_RETRY_S:g} s"
+                "job with unknown task not marked as failed",
+                job_id=job_id,
+                detail=f"{error}; retrying in {ACK_RETRY_S:g} s",
             )
             self.timer.call_after(ACK_RETRY_S, self.on_unknown_task, (body, message, exc))
             return
@@ -491,7 +496,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
             self.timer.call_after(EVENT_FLUSH_S, super()._flush_events)
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an acknowledgement or a rejection on the event loop as soon as there is a channel."""
+        """Send an acknowledgement or a rejection from the event loop as soon as a channel is available."""
         message = getattr(p, "__self__", None)
 
         def run(*run_args: Any, **run_kwargs: Any) -> Any:
@@ -507,7 +512,10 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
 
 
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Opens the second channel. After a reconnect, it moves the messages of running jobs to the new channels."""
+    """Opens the second channel.
+
+    After a reconnect, this step also moves the messages of running jobs to the new channels.
+    """
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -558,7 +566,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, consumer: ReconnectingConsumer) -> None:
         """Stop taking jobs.
 
-        A message that Redis is already sending is read, and returned to its queue when the channel is closed.
+        A message that Redis is already sending is still read, and is returned to its queue when the channel is closed.
         """
         task_consumers = (consumer.task_consumer, consumer.bulk_consumer)
         for task_consumer, reader in zip(task_consumers, consumer.readers, strict=False):  # no readers before start
@@ -584,7 +592,7 @@ def revoke(state: Any, task_id: Any, terminate: bool = False, signal: Any = None
     try:
         store_revoke(state.app, maybe_list(task_id) or [], terminate)
     except RedisError as error:
-        log.warning("revoke not stored in Redis", detail=f"{error}; the revoke is lost if this worker stops")
+        log.warning("revocation not stored in Redis", detail=f"{error}; the revocation is lost if this worker stops")
     return _REVOKE(state, task_id, terminate, signal, **options)
 
 

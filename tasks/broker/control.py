@@ -1,8 +1,8 @@
 """Celery's remote control with persistent revokes and purges.
 
-Celery keeps revokes in the memory of workers, and its purges don't change the ledger. Here, both the process that calls
-`revoke` and each worker that receives a revoke from any app record the revoke in the ledger. Commands and replies are
-sent with a few retries, whereas Celery retries until Redis is available again.
+Celery keeps revokes only in workers' memory, and its purges don't change the ledger. Here, a revoke is recorded in the
+ledger by the process that calls `revoke`, and by each worker that receives a revoke from any app. Commands and replies
+are sent with a few retries, whereas Celery retries until Redis is available again.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class PersistentControl(Control):  # type: ignore[misc]
     Mailbox = BoundedMailbox
 
     def revoke(self, task_id: Any, destination: Any = None, terminate: bool = False, **options: Any) -> Any:
-        """End waiting jobs. With `terminate`, also end running jobs, now or when another worker continues them."""
+        """End waiting jobs. With `terminate`, also end running jobs, now or when another worker resumes them."""
         store_revoke(self.app, task_id, terminate)
         return super().revoke(task_id, destination=destination, terminate=terminate, **options)
 
     def purge(self, connection: Connection | None = None) -> int:
-        """End all jobs that are waiting in model queues, and return the number of ended jobs."""
+        """End all jobs that are waiting in model queues, and return how many jobs this call ended."""
         found: Any = self.app.backend.client.smembers(queues_key())
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
@@ -94,9 +94,9 @@ def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
 
 
 def purge_queue(app: Celery, queue: str) -> int:
-    """Cancel all jobs that are waiting in a model's queue, and return the number of ended jobs.
+    """Cancel all jobs that are waiting in a model's queue, and return how many jobs were cancelled.
 
-    Running jobs are not affected. Jobs that are queued in the meantime may remain.
+    Running jobs are not affected. Jobs that are queued during the call may remain in the queue.
     """
     redis: Redis = app.backend.client
     ledger, revoked = Ledger(redis), app.backend.value_around_id(TaskRevokedError("cancelled"), states.REVOKED)

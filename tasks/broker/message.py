@@ -1,6 +1,6 @@
 """Record in the ledger which messages a worker holds, and create Celery's request for each message.
 
-Kombu records taken messages in its own hashes with times from the workers' clocks, and returns messages after a fixed
+Kombu records taken messages in its own hashes with times from the workers' clocks, and requeues them after a fixed
 time. Here, each message belongs to a job, and the ledger records the message under the job's id with times from Redis'
 clock. A worker that takes a message gets a token. Only the worker that has this token can start the job, renew the
 lease, or return the message.
@@ -68,10 +68,10 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
-        """Return the weights of the messages that this channel holds, except for jobs that are waiting for their ETA.
+        """Return the weights of the messages that this channel holds, excluding jobs that are waiting for their ETA.
 
-        The event loop calls this method several times per turn, so the result is cached until messages are added or
-        settled.
+        The event loop calls this method several times per iteration, so the result is cached until messages are added
+        or settled.
         """
         changes = (self._num_appended, len(self._dirty), len(state.scheduled_requests))
         if self._held[0] != changes:
@@ -99,7 +99,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
             try:
                 settle(taken)
             except RedisError as error:
-                log.warning("message not settled", job_id=taken.job_id, detail=f"{error}; its lease will expire")
+                log.warning("message not settled", job_id=taken.job_id, detail=f"{error}; the job's lease will expire")
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
@@ -156,12 +156,12 @@ def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
                 headers[name] = datetime.fromtimestamp(at + shift_s, UTC).isoformat()
     except (TypeError, ValueError, OverflowError, OSError) as error:
         log.warning(
-            "message times not converted", job_id=headers["id"], detail=f"{error}; the producer's clock is used"
+            "ETA and expiry not converted", job_id=headers["id"], detail=f"{error}; the producer's clock is used"
         )
 
 
 def _unix_s(iso: Any) -> float | None:
-    """Convert a time into Unix seconds, or return None if the value is missing or Celery will refuse the value."""
+    """Convert a time into Unix seconds, or return None if the value is missing or Celery will reject it."""
     try:
         return float(maybe_make_aware(maybe_iso8601(iso)).timestamp()) if iso else None
     except (TypeError, ValueError, OverflowError):
@@ -200,7 +200,7 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
         try:
             adopt(runtime.ledger, task, message)
         except RedisError as error:
-            log.warning("plain Celery message not adopted", detail=f"{error}; retrying in {ADOPT_RETRY_S:g} s")
+            log.warning("plain Celery message not added to ledger", detail=f"{error}; retrying in {ADOPT_RETRY_S:g} s")
             arguments = (message, body, ack, reject, callbacks)
             return consumer.timer.call_after(ADOPT_RETRY_S, take, arguments, others)
         return ack(log, consumer.connection_errors)
@@ -224,7 +224,7 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
 def _adopted_payload(message: Any, priority: int, now: float) -> str:
     """Return a message's JSON with this priority and a new delivery tag, because the old tag is still in use.
 
-    The producer's clock is unknown, so `eta` and `expires` are interpreted as times by Redis' clock, like `now`.
+    The producer's clock is unknown, so `eta` and `expires` are interpreted by Redis' clock, which also provides `now`.
     """
     copy = message.serializable()
     copy["properties"] = {**copy["properties"], "priority": priority, "delivery_tag": uuid()}
@@ -235,7 +235,7 @@ def _adopted_payload(message: Any, priority: int, now: float) -> str:
 
 
 class JobRequest(Request):  # type: ignore[misc]
-    """Celery's request for a job's message. It acknowledges or rejects the message exactly once.
+    """Celery's request for a job's message. The request acknowledges or rejects the message exactly once.
 
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here, a job can end in its own
     thread while the main thread revokes the job. A second acknowledgement would raise an exception in Celery's event
@@ -250,7 +250,10 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def maybe_expire(self) -> bool | None:
-        """Return whether the job has expired. A job that has already started is resumed, so it never expires."""
+        """Return whether the job has expired.
+
+        A job that has already started is resumed, so such a job never expires.
+        """
         expires: datetime | None = self.expires  # type: ignore[has-type]
         if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_started():
             self.expires = None
@@ -310,7 +313,7 @@ class JobRequest(Request):  # type: ignore[misc]
                 super().reject(requeue)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """Terminate the job as Celery does, but send Celery's events about the end before the job ends."""
+        """Terminate the job as Celery does, but send Celery's `task-revoked` event and signal before the job ends."""
         if not self.time_start:
             super().terminate(pool, signal)  # Celery calls this method again once the job has started
             return
@@ -324,7 +327,7 @@ class JobRequest(Request):  # type: ignore[misc]
             pool.terminate_job(self.worker_pid, signum)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Report the timeout as Celery does, and end a job that exceeds its hard limit before it starts."""
+        """Report the timeout as Celery does, and end a job that exceeds its hard time limit before it starts."""
         super().on_timeout(soft, timeout)
         if soft or state.should_terminate:
             return
@@ -334,7 +337,7 @@ class JobRequest(Request):  # type: ignore[misc]
             if ledger.state(self.id) in ("queued", "handed_back"):
                 ledger.end_waiting(self.id, done("timeout", read_past(redis, self.id).usage))
         except RedisError as error:
-            log.warning("job end not stored", job_id=self.id, detail=f"{error}; the job exceeded its time limit")
+            log.warning("job timeout not stored", job_id=self.id, detail=f"{error}; the job exceeded its time limit")
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Return the job to its queue, because Celery exits immediately."""

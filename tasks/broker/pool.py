@@ -81,7 +81,7 @@ class JobControl:
             return self._outcome == outcome
 
     def claim_end(self) -> bool:
-        """Return True for the first caller, which is the only caller that may report the job's end to Celery."""
+        """Return True for the first caller, which is the only caller that may report the job's outcome to Celery."""
         with self._lock:
             first, self._ended = not self._ended, True
         return first
@@ -91,7 +91,7 @@ _current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", defa
 
 
 def current_job() -> JobControl:
-    """Return the control of the job that is running in this thread, or a new control if the thread runs no job."""
+    """Return the JobControl of the job that is running in this thread, or a new JobControl if no job is running."""
     return _current.get() or JobControl(0)
 
 
@@ -123,7 +123,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         timeout_callback: Callable[[bool, float], None] | None = None,
         **_: Any,
     ) -> JobControl:
-        """Run a job in a thread, and return the control that Celery uses to terminate it."""
+        """Run a job in a thread, and return the JobControl that Celery uses to terminate the job."""
         control = JobControl(next(self._numbers))
         soft_timeout = soft_timeout or self.options.get("soft_timeout")
         timeout = timeout or self.options.get("timeout")
@@ -134,7 +134,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
             try:
                 apply_target(target, args or (), kwargs, _once(control, callback), accept_callback, pid=control.number)
             except Exception:
-                log.exception("job end not reported to Celery")
+                log.exception("job outcome not reported to Celery")
             finally:
                 _current.set(None)  # so that an idle thread has no reference to its last job
                 self._jobs.pop(control.number, None)
@@ -171,7 +171,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         return timers
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
-        """Cancel the job with this number.
+        """Cancel the job that runs under the number `pid`.
 
         This method must not raise, because Celery would then mark the job as revoked and acknowledge its message.
         """
@@ -180,9 +180,9 @@ class TaskPool(BasePool):  # type: ignore[misc]
             job[0].terminate(signal)
 
     def on_stop(self) -> None:
-        """Let running jobs finish until the deadline, and hand back the remaining jobs.
+        """Let running jobs finish until the deadline, and return the remaining jobs to their queues.
 
-        Celery's acknowledgements and timers run in the meantime.
+        Meanwhile, Celery's acknowledgements and timers keep running.
         """
         hub = get_event_loop()
         self.drained_at = deadline = time.monotonic() + get_settings().drain_s
@@ -201,11 +201,11 @@ class TaskPool(BasePool):  # type: ignore[misc]
             run_ready_callbacks(hub)
 
     def hurry(self) -> None:
-        """Hand running jobs back instead of letting them finish, now or when the pool stops."""
+        """Make `on_stop` return running jobs to their queues instead of letting them finish."""
         self.in_a_hurry = True
 
     def on_terminate(self) -> None:
-        """Hand running jobs back now."""
+        """Return running jobs to their queues immediately."""
         for control, _ in list(self._jobs.values()):
             control.interrupt(Interruption.HANDED_BACK)
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,25 +1,26 @@
-"""Celery's results: how the end of a job reaches Celery, and the backend that stores it in Redis.
+"""Report the outcomes of jobs to Celery, and store them in Redis as Celery's results.
 
-Which process stores the end depends on how the job ends:
+Which process stores the outcome of a job depends on how the job ends:
 
-- It succeeds, and nothing follows it. The script `write` stores the end with the last event (`end_with_last_event`).
+- The job succeeds, and no further steps follow. The script `write` stores the outcome with the last event
+  (`end_with_last_event`).
 
-- It succeeds, and a canvas has further steps. Celery stores the end after the task has returned.
+- The job succeeds, and further steps of a canvas follow. Celery stores the outcome after the task has returned.
 
-- It fails, or exceeds a time limit. Celery stores the end after the task has raised an exception.
+- The job fails, or exceeds a time limit. Celery stores the outcome after the task has raised an exception.
 
-- It is cancelled while it is running. Celery stores the end. If Celery's main thread could not store the end, the
-  attempt stores it.
+- The job is cancelled while it is running. Celery stores the outcome. If Celery's main thread could not store the
+  outcome, the attempt stores it.
 
-- It ends while no worker is running it. The process that ended it, or the reaper, stores the end
+- The job ends while no worker is running it. The process that ended the job, or the reaper, stores the outcome
 (`end_without_worker`).
 
-- It is purged. The script `purge` stores the ends of a page of waiting jobs.
+- The job is purged. The script `purge` stores the outcomes of a page of waiting jobs.
 
-If Celery stores the end, its acknowledgement of the message settles the job in the ledger (script `release`). If the
-worker dies before that, the reaper completes the missing parts with `end_without_worker`.
+If Celery stores the outcome, its acknowledgement of the message settles the job in the ledger (script `release`). If
+the worker dies before the acknowledgement, the reaper completes the missing steps with `end_without_worker`.
 
-Keys, values and channels are Celery's own, so every Celery app can read the results.
+Keys, values and channels are the same as in Celery's own backend, so every Celery app can read the results.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def started_state(task: Task) -> CeleryState | None:
 
 @dataclass(slots=True)
 class CeleryEnd:
-    """The data that the script `write` needs in order to store a job's end for Celery as well.
+    """The data that the script `write` needs in order to store a job's outcome for Celery.
 
     `stored` converts a result into the state that Celery stores, or returns None if the job was interrupted in the
     meantime. `token` is the token of the message, which the script releases.
@@ -95,7 +96,7 @@ class CeleryEnd:
 
 
 def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
-    """Return the end to store with the last event, or None if further steps of a canvas follow the job.
+    """Return the outcome to store with the last event, or None if further steps of a canvas follow the job.
 
     Celery sends the next steps of a canvas before it stores the result, and this order must be kept.
     """
@@ -113,7 +114,7 @@ def end_with_last_event(task: Task, control: JobControl) -> CeleryEnd | None:
 
 
 def skip_storing(task: Task, end: CeleryEnd | None, control: JobControl) -> None:
-    """Make Celery skip the steps that the script already took: storing the result and acknowledging the message."""
+    """Make Celery skip the steps that the script has performed: storing the result and acknowledging the message."""
     if end is not None and end.result is not None:
         control.is_settled = True  # JobRequest then only forgets the message
         setattr(task.request, IS_STORED, True)
@@ -128,15 +129,18 @@ def is_stored_already(request: Any, state: str) -> bool:
 
 
 class ChordClaimed(RuntimeError):
-    """A worker that may have died has claimed this chord's body. The job can be settled once the claim has expired."""
+    """The chord's body is claimed by a worker that may have died.
+
+    The job can be settled once the claim has expired.
+    """
 
 
 def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
-    """Store the end of a job that no worker completed, and send the next steps of its canvas.
+    """Store the outcome of a job that no worker completed, and send the next steps of its canvas.
 
     A worker may have completed some of these steps before it died. Celery sends the next steps before it stores a
-    success, so a stored success means that these steps have been sent. Everything else is repeated, except for the body
-    of a chord that has run. Raises ChordClaimed.
+    success, so a stored success means that these steps have been sent. All other steps are repeated, except that a
+    chord's body is not sent again if it has already run. Raises ChordClaimed.
     """
     found: Any = app.backend.client.hmget(job_key(job_id), "message", "stored")
     request, is_stored, event = request_of(found[0]), found[1] == states.SUCCESS.encode(), ending.event
@@ -156,7 +160,7 @@ def end_without_worker(app: Celery, job_id: str, ending: Ending) -> None:
 
 
 def _ignores_result(task: Task, request: Context) -> bool:
-    """Return whether the call, or by default the task, ignores its result, according to the rules of Celery 5.7."""
+    """Return whether the result is ignored, as set by the call or else by the task (as in Celery 5.7)."""
     of_call = vars(request).get("ignore_result")  # the class has a default, which is not the caller's choice
     return bool(task.ignore_result if of_call is None else of_call)
 
@@ -172,13 +176,13 @@ def request_of(message: bytes | None) -> Context | None:
             body = decompress(body, headers["compression"])
         args, kwargs, canvas = json.loads(body)
     except (KeyError, TypeError, ValueError) as error:
-        log.warning("malformed message ignored", detail=f"{error!r}; steps that follow its job are not sent")
+        log.warning("malformed message ignored", detail=f"{error!r}; the job's next steps are not sent")
         return None
     return Context({**headers, **canvas}, args=args, kwargs=kwargs, delivery_info={})
 
 
 def _send_next(app: Celery, request: Context, result: Result) -> None:
-    """Send a job's callbacks and the next step of its chain, as Celery does (celery.app.trace)."""
+    """Send a job's callbacks and the next step of the job's chain, as Celery does (celery.app.trace)."""
     parents = {"parent_id": request.id, "root_id": request.root_id}
     for callback in request.callbacks or ():
         send_next_step(app, signature(callback, app=app).apply_async, (result,), **parents)
@@ -194,7 +198,7 @@ def queues_read(app: Celery) -> set[str]:
 
 
 def _awaited_ids(result: Any) -> Iterator[str]:
-    """Yield the ids of the jobs that a result, a group or a chain consists of."""
+    """Yield the ids of the jobs in a result, a group or a chain."""
     while result is not None:
         for part in getattr(result, "results", None) or [result]:
             if isinstance(part, AsyncResult):
@@ -253,7 +257,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return self._ensure_retryable(count, request, state, result, *args, **options)
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> CeleryState:
-        """Return this state of a task, encoded as the value that a script stores for Celery.
+        """Encode a task's state as the value that a script stores for Celery.
 
         Raises the errors of `encode`.
         """
@@ -287,7 +291,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     def is_chord_claimed(self, request: Any) -> bool:
         """Return whether a worker has claimed the body of this job's chord and has not sent it yet.
 
-        Celery deletes the size of a chord once its body has been sent or the chord has failed.
+        Celery deletes a chord's size once the chord's body has been sent or the chord has failed.
         """
         claim, size = self.client.mget(
             self.get_key_for_group(request.group, ".c"), self.get_key_for_group(request.group, ".s")

@@ -1,4 +1,4 @@
-"""End jobs whose task this worker doesn't know, because its name is misspelt or only newer versions define the task.
+"""End jobs whose task isn't registered in this worker, because its name is misspelt or only newer versions define it.
 
 Celery itself stores only a NotRegistered error, so the job's stream, errbacks and chord would never end.
 """

@@ -1,4 +1,4 @@
-"""Turn task calls into messages: settle Celery's options, route canvas steps, and queue jobs with their ledger entries.
+"""Turn task calls into messages: resolve Celery's options, route canvas steps, and queue and record jobs.
 
 This package may import `contract`, `connection` and `state`.
 """

@@ -1,11 +1,12 @@
 """Handle jobs that are steps of a canvas, and the user's own steps that follow a job.
 
 The registries of the other Celery apps in a process also contain cellama's tasks, which stay bound to cellama's app. So
-if `generate` is the next step of a chain, a worker of a user's app sends it to cellama's Redis. The step is checked and
-recorded in the ledger like any other job.
+if `generate` is the next step of a chain, a worker of a user's app sends this step to cellama's Redis. The step is
+checked and recorded in the ledger like any other job.
 
-A cellama worker sends the steps that follow a job, but it has neither the user's tasks nor the routes of their app. The
-process that queues the job has the tasks and the routes, so this process adds the queue to the steps (`route_steps`).
+A cellama worker sends the steps that follow a job, but it has neither the user's tasks nor the routes from the user's
+app. The process that queues the job has the tasks and the routes, so this process sets the queue of each step
+(`route_steps`).
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
 def share_tasks(app: Celery, task_class: type[Task]) -> None:
     """Add the tasks of a class to the registries of all other Celery apps, including apps that are created later.
 
-    Do nothing if cellama can't use the installed Celery. This function runs when `cellama.tasks` is imported, whereas
-    the error is raised when a worker starts or a job is sent.
+    Do nothing if cellama can't use the installed Celery. This function runs when `cellama.tasks` is imported.
+    UnfitLibraries is raised later, when a worker starts or a job is sent.
     """
     try:
         require_parts(*SHARING_PARTS)
@@ -92,11 +93,10 @@ def share_tasks(app: Celery, task_class: type[Task]) -> None:
 
 
 def route_steps(options: dict[str, Any], own_class: type[Celery]) -> None:
-    """Replace the steps in the options of a call with steps that name their queue.
+    """Replace the steps in a call's options with steps that name the queue that the user's own app would choose.
 
-    The queue is the one that the user's own app would choose. `own_class` is the class of cellama's apps. A step stays
-    unchanged if it already names its queue, or if no other app of this process could send it. Raises InvalidJob if an
-    app has no such queue.
+    `own_class` is the class of cellama's apps. A step stays unchanged if it already names its queue, or if no other app
+    in this process could send it. Raises InvalidJob if the user's app does not define the queue.
     """
     for name in STEP_OPTIONS:
         if options.get(name):
@@ -121,7 +121,7 @@ def _routed(step: Any, own_class: type[Celery]) -> Any:
 
 
 def _name_of(task: str, kwargs: dict[str, Any]) -> str:
-    """Return the task name that determines the route of a step.
+    """Return the task name that determines a step's route.
 
     `xmap` and `chunks` are routed like the task that they call.
     """
@@ -132,7 +132,7 @@ def _name_of(task: str, kwargs: dict[str, Any]) -> str:
 def _app_of(step: dict[str, Any], name: str, own_class: type[Celery]) -> Celery | None:
     """Return the user's app that has the task.
 
-    If no app has it, return the nearest app, whose workers may have the task.
+    If no app has the task, return the step's own app or the current app, because that app's workers may have the task.
     """
     others = [app for app in active_apps() if not isinstance(app, own_class)]
     if not others:

@@ -1,9 +1,10 @@
 """Turn task calls into messages, and queue the messages.
 
-Queueing takes three steps. First, Celery's options are settled for a job, or refused with a remedy (docs/canvas.md).
-Next, Celery and kombu build the message, so that any Celery worker can read it. Alternatively, the message is built
-from the text of an earlier message, which is much faster. Finally, a script pushes the message together with the job's
-ledger entry, so that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to Redis.
+Queueing takes three steps. First, Celery's options are resolved for a job, or rejected with an error that suggests a
+remedy (docs/canvas.md). Next, Celery and kombu build the message, so that any Celery worker can read it. Alternatively,
+the message is built from an earlier message's text, which is much faster. Finally, a script pushes the message together
+with the job's ledger entry, so that neither exists without the other. Up to `PAGE_JOBS` jobs share one round trip to
+Redis.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ EVENT: Mapping[Path, str] = {
 
 
 class _JsonTemplate:
-    """A JSON text in which values can be replaced with other JSON texts."""
+    """A JSON document in which values can be replaced with other JSON values."""
 
     def __init__(self, text: str, paths: Mapping[Path, str]) -> None:
         """Parse a JSON text. Raises KeyError or ValueError if the text is not JSON with values at these paths."""
@@ -226,7 +227,7 @@ class _JsonTemplate:
             for key in outer:
                 inner = inner[key]
             if self.first_values.setdefault(name, json.dumps(inner[last])) != json.dumps(inner[last]):
-                raise ValueError(f"{name} has two different values")
+                raise ValueError(f"{name} occurs with two different values")
             inner[last] = f"{mark} {name} {mark}"
         text = json.dumps(parsed).replace("%", "%%")
         self._format = text.replace(f'"{mark} ', "%(").replace(f' {mark}"', ")s")
@@ -248,7 +249,7 @@ class Template:
         self._text = _JsonTemplate(message.payload, {**MESSAGE, **{("headers", name): name for name in trace_headers}})
         body = _decode_body(self._text.first_values[BODY])
         if not body.startswith(payload_json[:-1]):
-            raise ValueError("the body does not start with the arguments")
+            raise ValueError("the message body does not start with the task's arguments")
         self._rest_of_body = body[len(payload_json) - 1 :]
         self._events: list[tuple[str, _JsonTemplate, _JsonTemplate]] = []
         for topic, text in message.events:
@@ -328,7 +329,8 @@ class Templates:
     def learn(self, key: Hashable, message: Message, payload_json: str, trace_headers: Iterable[str] = ()) -> None:
         """Create a template from a message.
 
-        If creating it fails, the failure is cached, so later messages with the same key don't get a template either.
+        If the template can't be created, the failure is cached, so later messages with the same key don't get a
+        template either.
         """
         if key in self._templates or len(self._templates) >= self.MAX_TEMPLATES:
             return
@@ -394,7 +396,7 @@ class TemplateKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A job that has been checked, with its options for Celery."""
+    """A validated job and its Celery options."""
 
     call: TaskCall
     options: dict[str, Any]
@@ -489,7 +491,7 @@ def enqueue(
 
 
 def _pages(jobs: Sequence[Checked], messages: _Messages) -> Iterator[tuple[list[Submission], int]]:
-    """Yield pages of jobs with their messages, one page per script, and the number of jobs that follow each page."""
+    """Yield pages of jobs with their messages, one page per script call, and how many jobs follow each page."""
     page: list[Submission] = []
     num_bytes = 0
     for number, job in enumerate(jobs, start=1):

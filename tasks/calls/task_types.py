@@ -48,10 +48,10 @@ class QueuedJob(Protocol[R]):
     ) -> R | BaseException: ...
 
     def revoke(self, *, terminate: bool = False) -> None:
-        """Cancel the job if it is waiting. With `terminate`, also cancel it if it is running."""
+        """Cancel the job if it is waiting. With `terminate`, also cancel a running job."""
 
     def forget(self) -> None:
-        """Delete the result of the job."""
+        """Delete the job's result."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -87,10 +87,10 @@ class TypedTask(Protocol[C, R]):
     def apply_async(
         self, args: Sequence[object] | None = None, kwargs: C | None = None, **options: Unpack[CallOptions]
     ) -> QueuedJob[R]:
-        """Queue a job with Celery's options. Raises InvalidJob, RedisUnreachable or RedisRefused."""
+        """Queue a job with these Celery options. Raises InvalidJob, RedisUnreachable or RedisRefused."""
 
     def s(self, *args: object, **kwargs: object) -> Signature:
-        """Return a step of a canvas. Pass `model` by name if the result of the previous step is the first argument."""
+        """Return a canvas step. Pass `model` by name if the result of the previous step is the first argument."""
 
     def si(self, *args: object, **kwargs: object) -> Signature:
         """Return a canvas step that ignores the result of the previous step."""

@@ -1,4 +1,4 @@
-"""Connect to Redis, convert its errors, and wrap the private parts of Celery and kombu that cellama uses.
+"""Connect to Redis, convert its errors, and wrap the private APIs of Celery and kombu that cellama uses.
 
 This package may import `contract` and the settings.
 """

@@ -82,7 +82,10 @@ def database_of(redis: Redis | AsyncRedis) -> int:
 
 
 def broker_options(url: str) -> dict[str, Any]:
-    """Return Celery's settings for this URL. With the URL alone, Celery would not check the server's certificate."""
+    """Return Celery's settings for this URL.
+
+    If Celery received only the URL, it would not check the server's certificate.
+    """
     where = _where(url)
     tls = dict(where.tls)
     checks = {"ssl_cert_reqs": _CERTIFICATE_CHECKS[tls["ssl_cert_reqs"]]} if tls else {}
@@ -108,7 +111,7 @@ def transport_options(url: str) -> dict[str, Any]:
 
 
 def _where(url: str | None) -> RedisUrl:
-    """Parse this URL, or else `redis_url`, and add the password of the Redis that `cellama up` runs."""
+    """Parse this URL (default: `redis_url`), and add the password of the Redis server that `cellama up` runs."""
     settings = get_settings()
     return with_stored_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 

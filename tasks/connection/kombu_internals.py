@@ -1,9 +1,12 @@
-"""Wrap the private names of Celery, kombu and redis-py that cellama uses. Other files only use them in subclasses.
+"""Wrap the private names of Celery, kombu and redis-py that cellama uses.
+
+Other files use private names only in subclasses.
 
 `INHERITED` lists the private names that cellama's subclasses override or use. `require_parts` checks that each part
 exists in the installed libraries with the expected signature. A worker calls `require_parts` when it starts, and a
-producer calls it before it sends its first job. A test checks all parts. Another test fails if other files use private
-names. pyproject.toml limits the versions of these libraries. Before you raise such a limit, update this file.
+producer calls `require_parts` before it sends its first job. A test checks all parts. Another test fails if other files
+use private names. pyproject.toml limits the versions of these libraries. Before you raise such a limit, update this
+file.
 """
 
 from __future__ import annotations
@@ -165,7 +168,7 @@ def _exists(path: str, expected: str) -> bool:
 
 
 def _mentions(owner: type, name: str) -> bool:
-    """Return whether a method of the class uses this attribute, which only instances may have."""
+    """Return whether a method of the class uses this attribute, which may exist only on instances."""
     for member in [member for kind in owner.__mro__ for member in vars(kind).values()]:
         function = getattr(member, "fget", None) or getattr(member, "__func__", member)
         if name in getattr(getattr(function, "__code__", None), "co_names", ()):
@@ -174,13 +177,13 @@ def _mentions(owner: type, name: str) -> bool:
 
 
 def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
-    """Return an app's registry of tasks. Unlike `app.tasks`, this does not finalize the app."""
+    """Return an app's registry of tasks. Unlike `app.tasks`, this function does not finalize the app."""
     registry: dict[str, Any] = app._tasks
     return registry
 
 
 def for_each_app(action: Callable[[Celery], None]) -> None:
-    """Call `action` with each finalized Celery app of this process, and with the other apps when they are finalized."""
+    """Call `action` with each finalized Celery app in this process, and with the other apps when they are finalized."""
     from celery._state import _get_active_apps, connect_on_app_finalize
 
     connect_on_app_finalize(action)
@@ -190,14 +193,14 @@ def for_each_app(action: Callable[[Celery], None]) -> None:
 
 
 def active_apps() -> list[Celery]:
-    """Return the Celery apps of this process."""
+    """Return the Celery apps in this process."""
     from celery._state import _get_active_apps
 
     return list(_get_active_apps())
 
 
 def is_sending_next_step() -> bool:
-    """Return whether Celery is sending the next step of a canvas now, in a worker of any app."""
+    """Return whether Celery is currently sending the next step of a canvas, in a worker of any app."""
     if not HAS_PUBLISH_RETRY:
         return _is_called_by_tracer()
     from celery.app.amqp import _callback_publish_retry
@@ -221,7 +224,7 @@ def _is_called_by_tracer() -> bool:
 def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Publish a step as Celery does after a task, with retries while Redis is unreachable.
 
-    Celery retries since version 5.7. With older versions, the step is published without retries.
+    Celery has supported these retries since version 5.7. With older versions, the step is published without retries.
     """
     if HAS_PUBLISH_RETRY:
         app.amqp._retry_publish(publish, *args, **options)
@@ -312,7 +315,7 @@ def set_brpop_reader(channel: Any, read: Callable[[], None]) -> None:
 
 
 def deliver(channel: Any, message: Mapping[str, Any], queue: str) -> None:
-    """Deliver a message of this queue to the channel's consumer."""
+    """Deliver a message from this queue to the channel's consumer."""
     channel.connection._deliver(message, queue)
 
 

@@ -1,4 +1,4 @@
-"""Detect temporary Redis errors, convert errors for callers, and refuse servers that cellama can't use.
+"""Detect temporary Redis errors, convert errors for callers, and reject servers that cellama can't use.
 
 A master that is full, busy, loading, read-only or short of replicas will accept the same command later. Most of these
 replies are command errors in redis-py, so neither redis-py nor kombu nor Celery waits and retries. In cellama,
@@ -68,7 +68,7 @@ _QUOTED_BY_REDIS_6 = re.compile(r"Error running script .*?: -(?P<reply>[A-Z]+ .*
 
 
 class RefusedForNow(RedisConnectionError):
-    """Redis answers, but temporarily refuses commands of this kind. `code` is the first word of its reply."""
+    """Redis answers, but temporarily refuses commands of this kind. `code` is the first word of Redis' reply."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{code} {text}")
@@ -111,19 +111,19 @@ class _AsyncConvertingReader:
 
 
 def convert_refusals(redis: Redis) -> Redis:
-    """Let this client raise RefusedForNow, and return the client."""
+    """Make this client raise RefusedForNow, and return the client."""
     _adapt(redis.connection_pool, _ConvertingReader)
     return redis
 
 
 def convert_refusals_async(redis: AsyncRedis) -> AsyncRedis:
-    """Let this client raise RefusedForNow, and return the client."""
+    """Make this client raise RefusedForNow, and return the client."""
     _adapt(redis.connection_pool, _AsyncConvertingReader)
     return redis
 
 
 def convert_refusals_in_channels(transport: Any) -> Any:
-    """Let the channels of this kombu transport raise RefusedForNow, and return the transport."""
+    """Make the channels of this kombu transport raise RefusedForNow, and return the transport."""
 
     class ConvertingChannel(transport.Channel):  # type: ignore[misc]
         def _get_pool(self, asynchronous: bool = False) -> Any:
@@ -134,10 +134,10 @@ def convert_refusals_in_channels(transport: Any) -> Any:
 
 
 def _adapt(pool: Any, reader: type[Any]) -> Any:
-    """Make new connections of this pool read replies with the methods of `reader`, and return the pool.
+    """Make this pool's new connections read replies with the methods of `reader`, and return the pool.
 
-    New connections to a server on this machine that have no password also use the password of the Redis that `cellama
-    up` runs.
+    New connections without a password to a server on this machine also use the password of the Redis server that
+    `cellama up` runs.
     """
     original = pool.connection_class
     pool.connection_class = type(f"Converting{original.__name__}", (reader, original), {})
@@ -149,12 +149,12 @@ def _adapt(pool: Any, reader: type[Any]) -> Any:
 
 
 def local_password(host: str | None, port: int | None) -> CredentialProvider | None:
-    """Return a provider for the password of the Redis that `cellama up` runs, or None if the host is remote."""
+    """Return a provider for the password of the Redis server that `cellama up` runs, or None if the host is remote."""
     return LocalPassword(port) if host in LOOPBACK_HOSTS and port is not None else None
 
 
 class LocalPassword(CredentialProvider):
-    """The password of the Redis that `cellama up` runs on a port.
+    """The password of the Redis server that `cellama up` runs on a port.
 
     The password is read for each connection, because a client may be created before the server first starts.
     """
@@ -184,7 +184,7 @@ class UnfitRedis(Exception):
 class ServerCheck:
     """Checks the Redis server once per worker, when the worker starts or when Redis first answers.
 
-    A cluster is refused. Settings that can make the server lose jobs are logged as warnings.
+    A Redis Cluster node is rejected. Settings that can make the server lose jobs are logged as warnings.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class ServerCheck:
         except (RedisConnectionError, RedisTimeoutError):
             return  # the next call checks again
         except RedisError as error:
-            log.warning("Redis not checked", detail=f"the command INFO failed: {error}")
+            log.warning("Redis settings not checked", detail=f"the Redis command INFO failed: {error}")
             info = {}
         self._done = True
         if info.get("cluster_enabled"):

@@ -1,4 +1,4 @@
-"""Run threads that use Redis periodically, and that wait while Redis is unreachable.
+"""Run threads that use Redis periodically and wait while Redis is unreachable.
 
 Many threads of a process wait and retry during an outage, but the outage is logged only once.
 """
@@ -55,7 +55,10 @@ class RedisWaits:
 
     @contextmanager
     def of(self, waiter: str) -> Iterator[Callable[[BaseException], None]]:
-        """Yield a function to call at each retry within the block. After the block, `waiter` has stopped waiting."""
+        """Yield a function to call at each retry within the block.
+
+        When the block ends, `waiter` counts as no longer waiting.
+        """
         try:
             yield partial(self.started, waiter)
         finally:
@@ -82,10 +85,10 @@ class RedisLoop:
         acts_first: bool = False,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare the thread. `start` starts it.
+        """Prepare the thread. `start` starts the thread.
 
         `name` appears in the thread's name and in logs. The thread first calls `action` after one period, or
-        immediately with `acts_first`. The thread calls `finish` before it ends.
+        immediately if `acts_first` is true. The thread calls `finish` before it ends.
         """
         self._name = name
         self._action = action

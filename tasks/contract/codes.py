@@ -118,7 +118,7 @@ CODES: dict[str, Code] = {
 
 
 def meaning_of(code: str) -> Code:
-    """Return the table row of a code. An unknown code, for example from a newer worker, has HTTP status 500."""
+    """Return the table row for a code. An unknown code, for example from a newer worker, has HTTP status 500."""
     return CODES.get(code) or Code(code, "unknown error code", 500)
 
 
@@ -128,6 +128,6 @@ _REDIS_CODES = ("redis_unreachable", "redis_refused", "redis_full")
 def message_for_clients(code: str, message: str) -> str:
     """Return the error message to send to clients of a service.
 
-    Messages of Redis errors contain the Redis host, port and user, so clients receive the meaning of the code instead.
+    Redis error messages contain the Redis host, port and user, so clients receive the code's meaning instead.
     """
     return meaning_of(code).meaning if code in _REDIS_CODES else message

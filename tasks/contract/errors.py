@@ -1,4 +1,4 @@
-"""The errors that callers receive. All of them are subclasses of `JobError`.
+"""The errors that callers receive. All of these errors are subclasses of `JobError`.
 
 `InvalidJob`: The call is not valid, and nothing was queued.
 `LimitReached`: The tenant or the model has as many jobs as its limit allows, and nothing was queued.
@@ -116,7 +116,7 @@ class UnknownJob(JobError):
 
 
 class StreamTrimmed(JobError):
-    """The requested events have expired, or other events have replaced them after a Redis failover."""
+    """The requested events have expired, or different events have replaced them after a Redis failover."""
 
     code = "stream_trimmed"
 
@@ -125,7 +125,7 @@ class RedisUnreachable(JobError):
     """Redis does not answer, or temporarily refuses commands, for example because it is loading or read-only.
 
     The same call may succeed later. `job_id` is the id of the job that the call should have queued. If Redis stopped
-    answering during the call, the job may have been queued. To queue it exactly once, call
+    answering during the call, the job may have been queued. To queue the job exactly once, call
     `task.apply_async(…, task_id=error.job_id)`, or repeat the call with the same idempotency key.
     """
 

@@ -1,8 +1,8 @@
 """The events of a job, as JSON objects (docs/architecture.md: Events of a job).
 
 Code and type checkers distinguish events by the field `type`. The publisher numbers events: each event that a reader
-receives has a `seq`, except for `ping`, which is not in the journal. To add a type, add a TypedDict, a function that
-creates the event, and a row in EVENT_CLASSES.
+receives has a `seq`, except for `ping`, which is not in the journal. To add an event type, add a TypedDict, a function
+that creates the event, and a row in EVENT_CLASSES.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class LineEvent(LineOutcome):
 
 
 class DoneDetails(_Numbered, total=False):
-    """Optional fields of the `done` event of a job that an engine computed."""
+    """Optional fields of the `done` event, for jobs that an engine computed."""
 
     stop_sequence: str | None
     timings: Timings

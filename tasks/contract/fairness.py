@@ -56,7 +56,7 @@ def limit_name(key: str = "", *, model: str | None = None) -> str:
 def fairness_key_below(parent: str, name: str) -> str:
     """Return the fairness key of a user as a child of the tenant's key `parent`.
 
-    Return the tenant's key itself if it is too long to append even a digest of the user's name.
+    Return the tenant's key itself if even a digest of the user's name would make the key too long.
     """
     if not parent:
         return parent

@@ -44,7 +44,7 @@ def shorten(value: object) -> str:
 def valid_text(text: str) -> str:
     """Replace each lone surrogate with U+FFFD.
 
-    A lone surrogate can't be encoded in UTF-8, but JSON allows it, and models generate it.
+    A lone surrogate can't be encoded in UTF-8, but JSON allows lone surrogates, and models generate them.
     """
     try:
         text.encode()
@@ -56,13 +56,13 @@ def valid_text(text: str) -> str:
 def check_text(text: str) -> str:
     """Return the text unchanged if it can be stored and sent. Otherwise, raise ValueError."""
     if "\0" in text:
-        raise ValueError("it contains a NUL character; remove it")
+        raise ValueError("the text contains a NUL character; remove the character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         at = error.start
         raise ValueError(
-            f"it is not valid UTF-8 at character {at} ({text[at]!r}); decode it with the right encoding"
+            f"the text is not valid UTF-8 at character {at} ({text[at]!r}); decode the text with the right encoding"
         ) from None
     return text
 
@@ -86,7 +86,7 @@ def json_text(value: Any, max_chars: int) -> str:
     check_json(value)
     text = json.dumps(value, allow_nan=False)
     if len(text) > max_chars:
-        raise ValueError(f"its JSON has {len(text)} characters, and the limit is {max_chars}; make it shorter")
+        raise ValueError(f"the JSON has {len(text)} characters, and the limit is {max_chars}; shorten it")
     return text
 
 
@@ -99,7 +99,7 @@ def check_json(value: Any, around: int = 0) -> None:
     while level:
         depth += 1
         if depth > limits.MAX_JSON_DEPTH + around:
-            raise ValueError(f"it is nested more than {limits.MAX_JSON_DEPTH} levels deep; reduce the nesting")
+            raise ValueError(f"the value is nested more than {limits.MAX_JSON_DEPTH} levels deep; reduce the nesting")
         inner: list[Any] = []
         for each in level:
             if isinstance(each, dict):

@@ -1,8 +1,8 @@
-"""The Redis keys of cellama. In this list, `cellama` stands for the setting `key_prefix`, and keys marked TTL expire.
+"""Define cellama's Redis keys. In this list, `cellama` stands for the setting `key_prefix`, and keys marked TTL expire.
 
 Jobs:
 
-`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL after Celery has stored the end.
+`cellama:job:{job_id}` (hash): Ledger entry (docs/delivery.md). TTL after Celery has stored the outcome.
 `cellama:journal:{job_id}` (stream): The job's events, with the ids (seq+1)-0. TTL after the job has ended.
 `cellama:events:{db}:{job_id}` (channel): The same events, published live. `{db}` is the database number.
 `cellama:cancel:{job_id}` (string): Exists if the job must be cancelled. TTL.
@@ -11,16 +11,19 @@ Jobs:
 `cellama:latest:{digest}` (string): A conversation's last `finish_key`, to explain failed reuse. Same TTL as results.
 `cellama:turn:{key}` (string): JSON digests of the conversation that ends with a `finish_key`. Same TTL as results.
 `cellama:waiting:{queue}` (sorted set): Jobs without a slot, sorted by `waiting_score`.
-`cellama:backlog:{list}` (sorted set): Jobs of a list that no worker holds, in submission order.
+`cellama:backlog:{list}` (sorted set): A list's jobs that no worker holds, in submission order.
 `cellama:shares:{list}\\0{node}` (sorted set): A node's child fairness keys with jobs in the backlog, by service.
-`cellama:idle:{list}\\0{node}` (sorted set): A node's child fairness keys without such jobs, by service. TTL of a day.
+`cellama:idle:{list}\\0{node}` (sorted set): A node's child fairness keys without jobs in the backlog, by service. TTL
+of a day.
 `cellama:costs:{list}` (hash): Mean cost per unit of work, by fairness key and job kind, and the largest recent cost of
 a job, by job kind. TTL of a day.
-`cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`). They override the settings.
+`cellama:terms` (hash): Weights by fairness key, and limits by \\0 and name (`limit_name`). These values override the
+settings.
 `cellama:slots:{name}` (set): Held jobs that count against a limit.
-`cellama:blocked:{name}` (set): Lists in which jobs of this name are waiting because its limit is reached.
+`cellama:blocked:{name}` (set): Lists in which jobs with this name are waiting because the name's limit has been
+reached.
 `cellama:limited` (set): Names whose limits currently have slots in use.
-`cellama:service:{period}` (sorted set): Fairness keys, by the cost of their jobs that ended in 5 minutes. TTL.
+`cellama:service:{period}` (sorted set): Fairness keys, by the cost of their jobs that ended in a 5-minute period. TTL.
 `cellama:prefixes:{worker}` (sorted set): Hashes of the prefixes in a worker's cache, by last use. TTL.
 `cellama:busy:{list}` (sorted set): Workers, by the time at which they finish prefilling jobs. TTL of a day.
 `cellama:holders` (hash): The worker that last used a prefix. A full hash becomes `cellama:holders:old`.
@@ -28,12 +31,12 @@ a job, by job kind. TTL of a day.
 `cellama:running` (sorted set): Jobs that have started but not ended, by start time.
 `cellama:leases` (sorted set): Jobs whose message a worker holds, by lease expiry.
 `cellama:delayed` (sorted set): Jobs that are waiting for their ETA and that no worker holds, by ETA.
-`cellama:due` (sorted set): Jobs that the reaper must check, because of a timeout or a missing end, by due time.
+`cellama:due` (sorted set): Jobs that the reaper must check, because of a timeout or a missing outcome, by due time.
 `cellama:missing` (sorted set): Running jobs that no worker holds, by detection time.
 `cellama:queues` (set): Queues that have or had jobs.
 `cellama:served` (sorted set): Queues that workers read or will read, by the time of the last report. TTL of 30 days.
 `cellama:strays` (sorted set): Messages from plain Celery in queues that no worker reads, by detection time.
-`cellama:watched` (hash): Start and latest time of the search for jobs that no worker serves. TTL of 30 days.
+`cellama:watched` (hash): Start time and latest time of the search for jobs that no worker serves. TTL of 30 days.
 `cellama:ended` (sorted set): The last MAX_ENDED jobs that ended, by end time. TTL.
 `cellama:dead` (sorted set): Dead-letter jobs, by end time.
 `celery-task-meta-{job_id}` (string): Celery's result. TTL.
@@ -41,7 +44,7 @@ a job, by job kind. TTL of a day.
 Queues:
 
 `cellama:queue:{model}…` (list): Celery's queues, one list per priority (names.py). Here, `:default` counts as a model.
-`cellama:kombu:unacked…`: Unused. The ledger replaces it (tasks/broker/message.py).
+`cellama:kombu:unacked…`: Unused, because the ledger replaces kombu's own records (tasks/broker/message.py).
 
 Workers:
 
@@ -49,7 +52,7 @@ Workers:
 `cellama:machine:{machine}` (hash): JSON of the cores that each worker on a machine uses, by name. TTL of a minute.
 `cellama:reaper:{duty}` (string): Lock of the worker that performs a duty of the reaper. TTL.
 `cellama:looked` (string): Time of the last check for expired leases.
-`cellama:accepts`: Unused. Writing zero bytes to it tests whether Redis accepts writes.
+`cellama:accepts`: Unused. Writing zero bytes to this key tests whether Redis accepts writes.
 `cellama:wanted:pool:{pool}` (hash): Desired state of a pool's workers, in addition to their settings. TTL of 30 days.
 `cellama:wanted:worker:{worker}` (hash): Desired state of one worker, in addition to its settings. TTL of 30 days.
 `cellama:trials:{worker}` (hash): Model loads that the worker has started but not completed. TTL of a day.

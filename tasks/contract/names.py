@@ -36,7 +36,7 @@ def model_named(name: str) -> str:
 def queue_name(model: str) -> str:
     """Return the name of a model's Celery queue.
 
-    Its prefix is unique among Redis keys, whatever the model id (keys.py).
+    The queue name's prefix is unique among Redis keys, regardless of the model id (keys.py).
     """
     return f"{key_prefix()}:queue:{model_named(model)}"
 

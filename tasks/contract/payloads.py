@@ -53,7 +53,7 @@ def _check_text(text: str) -> str:
 
 def _check_length(text: str, limit: int) -> None:
     if len(text) > limit:
-        raise ValueError(f"it has {len(text)} characters, and the limit is {limit}; make it shorter")
+        raise ValueError(f"the text has {len(text)} characters, and the limit is {limit}; shorten it")
 
 
 def at_most(limit: int) -> AfterValidator:
@@ -79,7 +79,7 @@ def no_more_than(limit: int, items: str) -> BeforeValidator:
 
 def _check_filled(text: str) -> str:
     if not text:
-        raise ValueError("it is empty; provide some text")
+        raise ValueError("the text is empty; provide some text")
     return text
 
 
@@ -93,7 +93,7 @@ def check_model_id(text: str) -> str:
 
 def _check_key(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
-        raise ValueError("it is not a key; pass the `finish_key` of a result, which has 64 hexadecimal digits")
+        raise ValueError("the value is not a key; pass a result's `finish_key`, which has 64 hexadecimal digits")
     return text
 
 
@@ -130,7 +130,7 @@ def to_json(value: Any) -> Any:
 
 
 def join_parts(value: Any) -> Any:
-    """Join a list of content parts, as in the OpenAI API, into one text. Return other values unchanged."""
+    """Join a list of content parts, as in the OpenAI API, into one string. Return other values unchanged."""
     if not isinstance(value, list):
         return value
     if len(value) > limits.MAX_PARTS:
@@ -168,18 +168,18 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     json_text(schema, limits.MAX_JSON_CHARS)
     shape = schema if "type" in schema else _definition(schema) or schema
     if shape and shape.get("type") != "object":
-        raise ValueError(f'its type is {shape.get("type")!r}; use a JSON Schema of type "object"')
+        raise ValueError(f'the schema has type {shape.get("type")!r}; use a JSON Schema of type "object"')
     properties = shape.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
-        raise ValueError("its properties are not valid; map names to schemas")
+        raise ValueError("the schema's properties are not valid; map property names to schemas")
     required = shape.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
-        raise ValueError("its `required` is not valid; list names of properties")
+        raise ValueError("the schema's `required` is not valid; list property names")
     return schema
 
 
 def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the definition that the whole schema refers to, or None if it is not a reference."""
+    """Return the definition that the whole schema refers to, or None if the schema is not a reference."""
     path, _, name = str(schema.get("$ref")).rpartition("/")
     definitions = schema.get(path.removeprefix("#/"))
     definition = definitions.get(name) if isinstance(definitions, dict) else None
@@ -191,7 +191,7 @@ def _to_pairs(value: Any) -> Any:
     if isinstance(value, dict):
         value = list(value.items())
     if not isinstance(value, list | tuple):
-        raise ValueError('it must map token ids to biases, for example {"17": -1.5}')
+        raise ValueError('the value must map token ids to biases, for example {"17": -1.5}')
     if len(value) > limits.MAX_BIASES:
         raise ValueError(f"there are {len(value)} tokens, and the limit is {limits.MAX_BIASES}; remove some")
     return tuple(_to_pair(entry) for entry in value)
@@ -220,7 +220,7 @@ def _to_adapters(value: Any) -> Any:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, dict | list | tuple):
-        raise ValueError('it must map adapter names to scales, for example {"pirate": 0.5}')
+        raise ValueError('the value must map adapter names to scales, for example {"pirate": 0.5}')
     if len(value) > limits.MAX_ADAPTERS:
         raise ValueError(f"there are {len(value)} adapters, and the limit is {limits.MAX_ADAPTERS}; remove some")
     entries = list(value.items()) if isinstance(value, dict) else [_to_adapter(entry) for entry in value]
@@ -243,7 +243,7 @@ def _to_adapter(entry: Any) -> Any:
 def _check_breaker(text: str) -> str:
     size, limit = len(text.encode()), limits.MAX_DRY_BREAKER_BYTES
     if size > limit:
-        raise ValueError(f"it has {size} bytes of UTF-8, and the limit is {limit}; make it shorter")
+        raise ValueError(f"the text has {size} bytes in UTF-8, and the limit is {limit}; shorten it")
     return text
 
 
@@ -501,7 +501,7 @@ class GenerationJob(ReadingJob):
         description="Number of recent tokens that DRY considers. -1 considers all tokens.",
     )
     dry_sequence_breakers: Breakers = Field(
-        default=("\n", ":", '"', "*"), description="String at which DRY ends a repetition. Can be repeated."
+        default=("\n", ":", '"', "*"), description="String at which DRY stops matching a repetition. Can be repeated."
     )
     xtc_probability: Finite = Field(
         default=0.0, ge=0, le=1, description="Probability that XTC removes the top choices. 0 disables XTC."
@@ -561,7 +561,7 @@ class GenerationJob(ReadingJob):
     return_tokens: StrictBool = Field(
         default=False, description="Add `tokens` (output) and `context_tokens` (prompt and output) to the result."
     )
-    ignore_eos: StrictBool = Field(default=False, description="Continue generating when the model would stop.")
+    ignore_eos: StrictBool = Field(default=False, description="Ignore the model's end tokens and continue generating.")
     stream: StrictBool = Field(default=True, description="Publish the text token by token while it is generated.")
     prediction: Annotated[
         TextOrTokens | None, BeforeValidator(to_prediction), TypedAs("Prompt | Prediction | None")
@@ -574,7 +574,7 @@ class GenerationJob(ReadingJob):
     def _check_constraints(self) -> GenerationJob:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} can't be combined; choose one")
+            raise ValueError(f"{' and '.join(given)} can't be combined; choose one of them")
         return self
 
     @model_validator(mode="after")
@@ -656,7 +656,7 @@ class ConversationJob(BaseJob):
 
 
 class RepliedJob(ConversationJob):
-    """A conversation in which the reply either follows the last message or continues it."""
+    """The parameters of jobs whose reply either follows the last message or continues the last message."""
 
     add_generation_prompt: StrictBool = Field(default=True, description="Start a reply after the last message.")
     continue_final_message: StrictBool | None = Field(
@@ -718,7 +718,7 @@ def _describe(problem: Any, known: Mapping[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{where} is missing"
     is_empty = problem["type"] == "too_short" and not problem["input"]
-    message = "it is empty; provide at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
+    message = "the value is empty; provide at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
     return f"{where} is {shorten(problem['input'])}: {message}" if where else message
 
 

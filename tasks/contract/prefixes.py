@@ -1,8 +1,8 @@
-"""Hash growing prefixes of a job's prompt, so workers can prefer jobs whose prefix they hold (docs/affinity.md).
+"""Hash increasingly long prefixes of a job's prompt, so workers can prefer jobs whose prefixes they have cached.
 
-The producer has no tokenizer, so it hashes the text or the messages. If two jobs have the same hash, their texts are
-identical up to the end of the prefix, and their queue, scope, adapters and tools are the same. If hashes collide, or a
-prefix is no longer in the cache, a worker only has to compute more tokens.
+The producer has no tokenizer, so it hashes the text or the messages (docs/affinity.md). If two jobs have the same hash,
+their texts are identical up to the end of the prefix, and their queue, scope, adapters and tools are the same. If
+hashes collide, or a prefix is no longer in the cache, a worker only has to compute more tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ROOT = ("cache_scope", "adapters", "tools", "template_args", "chat_template", "e
 
 
 def prefixes_of(task: str, queue: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the hashes of a call's prompt, shortest prefix first, or "" if the prompt is short or missing.
+    """Return the prefix hashes of a call's prompt, shortest prefix first, or "" if the prompt is short or missing.
 
-    The call may be invalid. A chunk of a bulk run has the hashes of its first line, because its lines are sorted.
+    The call may be invalid. A chunk of a bulk run uses the hashes of its first line, because the lines are sorted.
     """
     kind = KINDS.get(task)
     given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}

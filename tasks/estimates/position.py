@@ -1,4 +1,4 @@
-"""Find a job's position in its queue, and estimate when the job gets a slot.
+"""Find a job's position in its queue, and estimate when the job will get a slot.
 
 `forecast` is a pure function that computes when a slot becomes free, from the likely service times of the jobs ahead.
 The other functions read these jobs, and the samples of their service times, from Redis.
@@ -45,7 +45,7 @@ TEXT_SLOTS = 16  # concurrent jobs of a model without an engine
 
 @dataclass(frozen=True, slots=True)
 class ServiceTime:
-    """Slot time that a job needs, as mean and variance in slot-seconds, spread over `num_slots` concurrent slots."""
+    """A job's slot time in slot-seconds, as mean and variance, spread over `num_slots` concurrent slots."""
 
     mean_s: float
     variance: float
@@ -66,9 +66,9 @@ class WaitEstimate:
 
 
 def service_time(seconds: Sequence[float], elapsed_s: float = 0.0, num_slots: int = 1) -> ServiceTime:
-    """Return a job's remaining time after `elapsed_s`, if each of these `seconds` is an equally likely total time.
+    """Return a job's remaining time after `elapsed_s`, given total times in `seconds` that are all equally likely.
 
-    A job that has already taken longer than all of them is assumed to need another 10%.
+    A job that has already taken longer than all of these times is assumed to need 10% of `elapsed_s` more.
     """
     remaining = [each - elapsed_s for each in seconds if each > elapsed_s] or [0.1 * elapsed_s]
     mean_s = sum(remaining) / len(remaining)
@@ -82,10 +82,10 @@ def forecast(
     num_ahead: int,
     num_samples: int = 0,
 ) -> WaitEstimate:
-    """Estimate when a job that follows all these jobs gets a slot.
+    """Estimate when a job behind all these jobs will get a slot.
 
-    Each job takes its mean time in the slot that becomes free first. `ahead` contains the `num_ahead` waiting jobs that
-    get a slot earlier, or an even sample of them.
+    Each job is assumed to take its mean time in the slot that becomes free first. `ahead` contains the `num_ahead`
+    waiting jobs that get a slot earlier, or an even sample of them.
     """
     free_at = sorted(job.mean_s / job.num_slots for job in running for _ in range(job.num_slots))[-num_slots:]
     free_at = [0.0] * (num_slots - len(free_at)) + free_at
@@ -107,7 +107,7 @@ JobState = Literal["waiting", "running", "done"]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position of a job in its queue, and an estimate of its wait.
+    """A job's position in its queue, and an estimate of the job's wait.
 
     In at least 80% of cases, the actual wait lies between `eta_least_s` and `eta_most_s`. `eta_s` and `eta_most_s` are
     None if no worker serves the model, or while the duration of similar jobs is unknown.
@@ -142,7 +142,7 @@ def position_of(redis: Redis, job_id: str) -> Position:
     state, ahead = ledger.state(job_id), ledger.ahead(job_id)
     if state is None:
         raise UnknownJob(
-            f"job {job_id} is unknown or has expired; a job from plain Celery is known only after it has started"
+            f"job {job_id} is unknown or has expired; a job sent by plain Celery is unknown until a worker takes it"
         )
     if state == "done":
         ending = ledger.ending(job_id)
@@ -178,7 +178,7 @@ def estimate(
     ahead: JobsAhead,
     priority: int,
 ) -> WaitEstimate:
-    """Estimate when a job with this priority gets a slot if these jobs are ahead of it. Raises RedisError."""
+    """Estimate when a job with this priority will get a slot behind these jobs. Raises RedisError."""
     serving = _serving(workers, queue)
     if not serving:
         return WaitEstimate()
@@ -212,7 +212,7 @@ def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slo
 
 
 def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
-    """Return the workers that serve a queue, each with the model that serves it."""
+    """Return the workers that serve a queue, each with the model that serves the queue."""
     queue = queue_name(model_of(queue))  # that of the model, if a plain producer named an alias
     is_default = queue == queue_name(DEFAULT_MODEL)
     return [
@@ -235,7 +235,10 @@ def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -
 
 
 def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
-    """Return the speed in tokens per second and slot, from busy engines or, if all are idle, from the latest jobs."""
+    """Return the speed in tokens per second and slot.
+
+    The speed comes from busy engines or, if all engines are idle, from the latest jobs.
+    """
     engines = [model["engine"] for _, model in serving if model["engine"] is not None]
     num_decoding = sum(engine["slots_decoding"] for engine in engines)
     rate = sum(engine["generation_rate"] for engine in engines)
@@ -288,7 +291,7 @@ class Waiting:
 
 
 def waiting_by_class(redis: Redis, models: Iterable[str]) -> dict[str, dict[str, Waiting]]:
-    """Return the waiting jobs by model and class, all at the same point in time. Raises RedisError."""
+    """Return the waiting jobs by model and class, all counted at the same point in time. Raises RedisError."""
     counted, pipeline = [], redis.pipeline(transaction=False)
     pipeline.time()
     for model in models:

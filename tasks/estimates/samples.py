@@ -1,8 +1,8 @@
 """Store work samples from finished jobs in Redis, which keeps the latest samples for each queue, kind and class.
 
 The work of a completion is counted in tokens: the generated tokens, plus the tokens that could have been generated
-while its prompt was prefilled. This number hardly depends on the machine or its load. The speed depends on both, so it
-is stored separately. The work of all other jobs is counted in seconds.
+while its prompt was prefilled. This number hardly depends on the machine or its load. The speed depends on the machine
+and its load, so the speed is stored separately. The work of all other jobs is counted in seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SampleWriter:
         self._unsaved: deque[tuple[str, str]] = deque(maxlen=MAX_UNSAVED)
 
     def note(self, kind: JobClass, *, size: int, amount: float, speed: float = 1.0) -> None:
-        """Record the amount of work of a job that requested `size` tokens or texts.
+        """Record how much work was done for a job that requested `size` tokens or texts.
 
         `speed` is in tokens per second and slot, or 1 for work that is counted in seconds.
         """

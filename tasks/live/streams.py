@@ -1,4 +1,4 @@
-"""Stream the events of many jobs to the readers of an event loop, over two connections.
+"""Stream the events of many jobs to the readers in an event loop, over two connections.
 
 `Journals` reads the journals of all jobs over one connection. Reads that arrive during a round trip share the next
 round trip. `Streams` combines the journals with published messages.
@@ -46,7 +46,7 @@ class JournalRead:
 
 
 class Journals:
-    """Reads journals for the readers of one event loop."""
+    """Reads journals for the readers in one event loop."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -106,7 +106,7 @@ class Journals:
 
 
 class Streams:
-    """The streams of all readers of one event loop. Each stream behaves like `stream_events` in state/reader.py."""
+    """The streams of all readers in one event loop. Each stream behaves like `stream_events` in state/reader.py."""
 
     def __init__(self, redis: Redis, connect: Callable[[], Awaitable[Wire]] | None = None) -> None:
         """Use the client `redis`, which `close` also closes.
@@ -125,7 +125,7 @@ class Streams:
         ping_s: float = math.inf,
         cursor: EventCursor | None = None,
     ) -> AsyncIterator[Event]:
-        """Yield the events of a job, with the arguments and errors of `stream_events`."""
+        """Yield the events of a job, with the same arguments and errors as `stream_events`."""
         cursor = cursor or EventCursor(job_id, after)
         timer = ReadTimer(job_id, timeout_s, ping_s, MAX_QUIET_S)
         with self._subscriptions.mailbox(events_channel(job_id, database_of(self._redis))) as box:

@@ -1,7 +1,7 @@
-"""Subscribe to the channels of all readers of an event loop over one connection, which exists while there are readers.
+"""Subscribe to the channels of all readers in an event loop over one connection, which exists while there are readers.
 
-A `Mailbox` holds the unread messages of one reader, a `Wire` is the connection to Redis, and `Subscriptions` connects
-both.
+A `Mailbox` holds the unread messages of one reader, a `Wire` is the connection to Redis, and `Subscriptions` delivers
+messages from the wire to the mailboxes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOTHING = object()
 
 
 class Signal(enum.Enum):
-    """A signal that a reader can receive in place of messages."""
+    """A signal that a reader can receive instead of messages."""
 
     SUBSCRIBED = "subscribed: no later message is missing, and older messages are in the journal"
     LAGGED = "messages were dropped, and are in the journal"
@@ -42,7 +42,7 @@ class Signal(enum.Enum):
 
 
 class Mailbox:
-    """The unread messages of a channel for one reader of an event loop, in the order in which they were published.
+    """A channel's unread messages for one reader in an event loop, in the order in which they were published.
 
     Messages are discarded until the channel is subscribed, and after an overflow until the reader has been notified.
     """
@@ -155,7 +155,7 @@ class Wire(Protocol):
 
 
 class RedisWire:
-    """A connection from the pool of a client, which supports every format of `redis_url`.
+    """A connection from a client's pool, which supports every format of `redis_url`.
 
     Reading with redis-py takes about 40 µs per message. Here, a single read from the socket returns many messages, and
     hiredis parses each message in less than 1 µs.
@@ -199,12 +199,12 @@ class RedisWire:
         try:
             await self._connection.disconnect(nowait=True)
         except RedisError as error:
-            log.debug("connection not closed", detail=error)
+            log.debug("subscription connection not closed", detail=error)
         await self._pool.release(self._connection)
 
 
 class Subscriptions:
-    """The subscriptions of one event loop's readers. Not thread-safe.
+    """The subscriptions of all readers in one event loop. Not thread-safe.
 
     The first reader opens the connection. A lost connection is reopened immediately, and every reader receives
     `SUBSCRIBED` again. If reopening fails, every reader receives the error, and the next reader that joins opens a new

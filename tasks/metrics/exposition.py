@@ -67,7 +67,7 @@ class MetricsServer:
 class _Server(TCPServer):
     """Answers one client at a time, so a slow client delays other clients by at most twice CLIENT_TIMEOUT_S.
 
-    It is not an HTTPServer, because that class looks up its own host name.
+    This class does not extend HTTPServer, because HTTPServer looks up its own host name.
     """
 
     request_queue_size = 16
@@ -79,7 +79,7 @@ class _Server(TCPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("scrape not answered", client=client_address, exc_info=True)
+        log.debug("metrics request not answered", client=client_address, exc_info=True)
 
 
 class _DeadlineReader(io.RawIOBase):
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = text_of(self.server.collect())
         except Exception:  # the boundary of the thread, because the next scrape may succeed
-            log.exception("scrape failed")
+            log.exception("metrics not collected")
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "can't collect the metrics; see the log")
             return
         self.send_response(HTTPStatus.OK)

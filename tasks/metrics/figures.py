@@ -96,7 +96,7 @@ def _checked(row: Row, labels: Labels) -> Labels:
 
 
 class Meter:
-    """Counts values on any thread, under one lock.
+    """Counts values from any thread, under one lock.
 
     Methods are called once per request, attempt or response, but never once per token.
     """

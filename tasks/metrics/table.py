@@ -1,4 +1,4 @@
-"""Define all metrics in one table. Tests compare the reference page, the dashboard and the alerts with it."""
+"""Define all metrics in one table. Tests compare the reference page, the dashboard and the alerts with this table."""
 
 from __future__ import annotations
 

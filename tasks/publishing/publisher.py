@@ -1,8 +1,8 @@
 """Publish the events of attempts. All events of one engine step are written in a single call to Redis.
 
 The publisher thread serves all attempts of the worker. An event that can't be written ends only its own attempt. An
-error that can't be attributed to an attempt ends the worker process, so that its jobs resume on other workers instead
-of waiting forever. Redis accepts only events of a job's current attempt.
+error that can't be attributed to an attempt ends the worker process, so that the worker's jobs resume on other workers
+instead of waiting forever. Redis accepts only events of a job's current attempt.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ RunEntry = tuple[str, Entry]  # run id, and an entry of its journal
 class Publication:
     """An event of an attempt, or the failure that ends the attempt.
 
-    Without an event and a failure, the attempt is handed back: the gathered tokens are written, but nothing after them.
+    If neither is set, the attempt is handed back: the gathered tokens are written, but nothing after them.
     """
 
     run_id: str
@@ -170,7 +170,7 @@ class AttemptStream:
             self.ended.set_exception(self.failure)
 
     def rest(self) -> Iterator[OutputEvent]:
-        """Yield the events that are still gathered."""
+        """Yield the remaining gathered events."""
         for index in list(self._gathered):
             yield self._join(index)
 
@@ -224,7 +224,10 @@ class Publisher:
         middlewares: Middlewares,
         on_cost: Callable[[str, float], None] = lambda key, tokens: None,
     ) -> None:
-        """Start the publisher thread. It calls `on_cost` with the fairness key and the cost of each ended job."""
+        """Start the publisher thread.
+
+        This thread calls `on_cost` with the fairness key and the cost of each ended job.
+        """
         self._ledger = ledger
         self._on_cost = on_cost
         self._worker = worker
@@ -252,8 +255,8 @@ class Publisher:
         """Start accepting the events of an attempt.
 
         `control` is interrupted if the job has another attempt or has ended, if an event can't be written, or if Redis
-        has lost the last events. In the last case, the job must resume from its journal. The publisher thread calls
-        `on_token` for each event with tokens, once the event is in Redis.
+        has lost the last events. If Redis has lost events, the job must resume from its journal. The publisher thread
+        calls `on_token` for each event with tokens, once the event is in Redis.
         """
         stream = AttemptStream(
             attempt=attempt,
@@ -277,7 +280,7 @@ class Publisher:
     def hurry(self) -> None:
         """Limit failed writes to `MAX_CLOSING_WRITES`, because the worker is stopping.
 
-        Other workers resume its jobs.
+        Other workers resume the jobs of this worker.
         """
         self._closing.set()
 
@@ -314,7 +317,7 @@ class Publisher:
     def _convert(self, model_id: str, event: EngineEvent) -> Publication | None:
         """Convert an engine's event, or return the failure of its attempt or line if the conversion fails.
 
-        Return None if the contract has no such event.
+        Return None if the contract has no corresponding event.
         """
         run_id, mark, line = event.request_id.partition(LINE_MARK)
         if isinstance(event, Finished):
@@ -340,13 +343,16 @@ class Publisher:
             return Publication(run_id, failure=failure)
 
     def _records_of(self, stream: AttemptStream | None, event: EngineEvent, job_id: str) -> Contexts:
-        """Return the records for later turns of a chat. An error slows down later turns, but does not end the job."""
+        """Return the records for later turns of a chat.
+
+        If creating them fails, later turns are slower, but the job continues.
+        """
         if stream is None or not isinstance(event, Finished):
             return ()
         try:
             return tuple(stream.records_of(replies_of(event, job_id)))
         except Exception as error:
-            log.error("reply not recorded", run=stream.attempt.run_id, exc_info=error)
+            log.error("reply not recorded for later turns", run=stream.attempt.run_id, exc_info=error)
             return ()
 
     def _publish(self, publications: list[Publication]) -> None:
@@ -403,9 +409,9 @@ class Publisher:
                 time.sleep(RETRY_S)
         if entries:
             log.error(
-                "events not written",
+                "events not written to Redis",
                 num_events=len(entries),
-                detail="Redis did not accept them before the worker stopped; other workers resume the jobs",
+                detail="Redis did not accept the events before the worker stopped; other workers resume the jobs",
             )
             for run_id in {run_id for run_id, _ in entries}:
                 self._abandon(run_id, Interruption.SUPERSEDED)
@@ -414,7 +420,7 @@ class Publisher:
     def _write_one_by_one(self, entries: list[RunEntry], error: RedisError) -> None:
         """Write the entries separately, so that an event that Redis refuses ends only its own attempt."""
         if len(entries) == 1:
-            log.error("event refused by Redis", run=entries[0][0], detail=f"{error}; the attempt is abandoned")
+            log.error("event rejected by Redis", run=entries[0][0], detail=f"{error}; the attempt is abandoned")
             self._abandon(entries[0][0], Interruption.SUPERSEDED)
         else:
             for each in entries:
@@ -427,11 +433,13 @@ class Publisher:
             if stream is None:
                 continue
             if index in superseded:
-                log.warning("attempt superseded", run=run_id, detail="the job has another attempt, or has ended")
+                log.warning(
+                    "attempt superseded", run=run_id, detail="another attempt has started, or the job has ended"
+                )
                 self._abandon(run_id, Interruption.SUPERSEDED)
             elif index in gaps:
                 log.warning(
-                    "journal has gaps",
+                    "gaps found in journal",
                     run=run_id,
                     detail="Redis lost events; the job resumes from the remaining events",
                 )

@@ -194,7 +194,7 @@ def _choice(completion: Completion, sign: Sign, with_tokens: bool, call_id: Call
 
 
 def _warnings(completion: Completion) -> list[str]:
-    """Return only the first warnings, because a schema may have thousands of keywords that are not enforced."""
+    """Return only the first few warnings, because a schema may have thousands of keywords that are not enforced."""
     first = [valid_text(warning[:MAX_WARNING_CHARS]) for warning in completion.warnings[:MAX_WARNINGS]]
     num_more = len(completion.warnings) - len(first)
     return [*first, f"and {num_more} more"] if num_more else first
@@ -210,7 +210,7 @@ def _call_id(job_id: str, index: int, number: int) -> str:
 
 
 def _tool_calls(completion: Completion, call_id: Callable[[int], str]) -> list[ToolCall]:
-    """Return the tool calls in OpenAI's format. `call_id` returns the id of the call with a given number."""
+    """Return the tool calls in OpenAI's format. `call_id` returns the id for the number of a call."""
     calls: list[ToolCall] = []
     for number, call in enumerate(completion.tool_calls):
         function: Function = {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}
@@ -234,7 +234,10 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
 
 
 def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign, job_id: str) -> Event | None:
-    """Convert an engine's event for a line into an event of the chunk. Return None if the chunk has no such event."""
+    """Convert an engine's event for a line into an event of the chunk.
+
+    Return None if the chunk has no corresponding event.
+    """
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):

@@ -38,7 +38,10 @@ class Batches:
             pipe.execute()
 
     def read(self, run_id: str) -> dict[str, Any] | None:
-        """Return the record of a run, or None if it is missing. `alive` is True if a command is working on the run."""
+        """Return a run's record, or None if the record is missing.
+
+        `alive` is True if a command is working on the run.
+        """
         return next(iter(self._read([run_id])), None)
 
     def _read(self, run_ids: Iterable[str]) -> list[dict[str, Any]]:

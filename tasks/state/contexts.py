@@ -30,7 +30,7 @@ MAX_TOKEN_BYTES = 8 << 20  # for the tokens of one context, which is more than a
 
 @dataclass(frozen=True, slots=True)
 class KeptContext:
-    """The tokens of a prompt and of the output that followed it.
+    """The tokens of a prompt and of the output that followed the prompt.
 
     `identity` identifies the engine that computed the tokens (docs/adr/014-kept-states.md).
     """
@@ -61,7 +61,7 @@ def pack_after(context: KeptContext, first: str, num_shared: int) -> bytes:
 
 
 def read_context(redis: Redis, key: str, model: str, ttl_s: int) -> KeptContext | None:
-    """Return the context of a key, and set its expiry to `ttl_s` seconds from now.
+    """Return the context for a key, and set the context's expiry to `ttl_s` seconds from now.
 
     `model` is the reader's model. If another model computed the context, the `model` of the returned context is "".
     Return None if the key has no context, or if the stored value is malformed.

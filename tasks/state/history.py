@@ -1,8 +1,8 @@
-"""Read the output and the provenance of earlier attempts at a job, so that the next attempt can continue it.
+"""Read the output and the provenance of earlier attempts at a job, so that the next attempt can continue the job.
 
-The output is read from the job's journal. The provenance is in the `started` event of the first attempt. It consists of
-the digests of the model and its adapters, and the version of llguidance if the text is constrained. Each later attempt
-continues with the same provenance, or fails.
+The output is read from the job's journal. The provenance is in the `started` event of the first attempt. The provenance
+consists of the digests of the model and its adapters, and the version of llguidance if the text is constrained. Each
+later attempt continues with the same provenance, or fails.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Provenance:
 
 
 def provenance_of_event(event: StartedEvent) -> Provenance | None:
-    """Return the provenance in a `started` event, or None for an event from an old version of cellama."""
+    """Return the provenance from a `started` event, or None for an event from an old version of cellama."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
     if "fingerprint" not in event:
         return None
@@ -95,7 +95,7 @@ def provenance_of(model: Model, choice: Choice | None, also: Iterable[str] = ())
     """Return the provenance of a request with these adapters. If `choice` is None, the model's defaults apply.
 
     Adapters that are not loaded are omitted, because the engine refuses requests that name such adapters. `also`
-    contains the names of adapters that only some lines of a bulk run choose.
+    contains the names of further adapters, which only some lines of a bulk run choose.
     """
     infos = _ready(model)
     chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
@@ -112,7 +112,7 @@ def may_be_served(workers: Iterable[WorkerEntry], model_id: str, required: Prove
     """Return whether a worker can continue the job.
 
     A worker can continue the job if it has the required model and adapters, had them when it stopped, or is loading a
-    model with this id.
+    model with the same id.
     """
     entries = [e for worker in workers if required.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
@@ -138,7 +138,7 @@ def model_changed(model_id: str) -> JobFailed:
 
 
 def grammar_changed(begun: Provenance, installed: str) -> JobFailed:
-    """Return the error for a constrained job that can't continue because no worker has its version of llguidance."""
+    """Return the error for a constrained job that no worker can continue with the same version of llguidance."""
     version = f"llguidance {begun.llguidance}" if begun.llguidance else "a version of cellama without llguidance"
     message = (
         f"the job's constrained text started with {version}, which no worker has any more (this worker has "
@@ -159,7 +159,7 @@ class Output:
 
 @dataclass(slots=True)
 class Past:
-    """A summary of the events of a job so far. `outputs` is keyed by the index of the completion."""
+    """A summary of a job's events so far. `outputs` is keyed by the index of the completion."""
 
     next_seq: int = 0
     seed: int | None = None

@@ -84,7 +84,7 @@ NUM_VALUES = 10  # that the script returns for each job
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """A filter for jobs. An empty string matches all jobs.
+    """A filter for jobs. An empty field matches all jobs.
 
     `state` is one of FILTER_STATES, `model` is a model id, `kind` is the name of a task without `cellama.`, and `text`
     is a part of the job id. `tenant` restricts the search to jobs that this tenant's requests created. If `tenant` is

@@ -76,7 +76,7 @@ class JobOutput:
 
 
 async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
-    """Return a job, or None if it is unknown or has expired. Raises RedisError."""
+    """Return a job, or None if the job is unknown or has expired. Raises RedisError."""
     async with redis.pipeline(transaction=False) as pipe:
         pipe.hmget(job_key(job_id), FIELDS)
         pipe.zscore(running_key(), job_id)

@@ -1,8 +1,8 @@
 """The ledger of jobs in Redis (docs/delivery.md).
 
-It records which worker holds which message, which attempt is running, and which jobs have ended. Each step is one Lua
-script (tasks/state/lua/ledger.lua), so no step is left half done when a worker dies or two workers run the same job.
-All times come from Redis' clock, which all machines share.
+The ledger records which worker holds which message, which attempt is running, and which jobs have ended. Each step is
+one Lua script (tasks/state/lua/ledger.lua), so no step is left half done when a worker dies or two workers run the same
+job. All times come from Redis' clock, which all machines share.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class JobWork:
 
     @classmethod
     def of_kind(cls, sample_kind: str, num_units: int = 1, num_parts: int = 1) -> JobWork:
-        """Create the work of a job from a `sample_kind`, such as "generate" or "generate!"."""
+        """Create a job's work from a `sample_kind`, such as "generate" or "generate!"."""
         return cls(sample_kind.rstrip("!"), num_units, num_parts, is_exact=sample_kind.endswith("!"))
 
     @property
@@ -106,7 +106,10 @@ class JobWork:
 
 
 def work_of_text(text: str) -> JobWork:
-    """Parse the work that the ledger stores. A malformed text yields the work of a `generate` job with defaults."""
+    """Parse the work that the ledger stores.
+
+    If the text is malformed, return the work of a `generate` job with default parameters.
+    """
     try:
         kind, num_units, num_parts = text.split()
         return JobWork.of_kind(kind, max(1, int(num_units)), max(1, int(num_parts)))
@@ -205,7 +208,7 @@ class TaskCall:
 class Message:
     """The message of a job in kombu's format: the key of its list, its text, and Celery's events as (topic, event).
 
-    A job that is queued again keeps the text of its message.
+    A requeued job keeps the text of its message.
     """
 
     key: str
@@ -236,8 +239,8 @@ def submit_arguments(
 ) -> tuple[list[str], list[Any]]:
     """Return the keys and arguments of the script `submit`.
 
-    The jobs get submission times that are `step_s` seconds apart. With `limits` (JSON of weights and limits), jobs
-    above a limit are rejected.
+    The jobs get submission times that are `step_s` seconds apart. If `limits` (weights and limits as JSON) is given,
+    jobs above a limit are rejected.
     """
     keys: list[str] = []
     args: list[Any] = [step_s, num_following, limits]
@@ -316,7 +319,7 @@ class Purged:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a job: its last event, and its result if it succeeded and Celery has not stored the result yet."""
+    """The outcome of a job: its last event, and its result if the job succeeded and Celery must still store it."""
 
     event: TerminalEvent
     result: Result | None
@@ -334,7 +337,7 @@ class CeleryState:
 class Attempt:
     """One attempt at a job.
 
-    `run` is the fencing token, because Redis can assign the same `number` twice after it has lost its last writes.
+    `run` is the fencing token, because Redis can assign the same `number` twice if it loses its last writes.
     `num_failures` is the number of consecutive attempts without a token, including this attempt.
     """
 
@@ -382,7 +385,7 @@ class DeadJob(TypedDict):
 class Entry:
     """An event to write to a job's stream.
 
-    An event without a `run` belongs to no attempt, and is written only while no attempt is running.
+    An event without a `run` does not belong to an attempt, and is written only while no attempt is running.
 
     Raises ValueError, TypeError or RecursionError if the event can't be written, so that the content of an event never
     makes `Ledger.write` fail.
@@ -489,9 +492,9 @@ class Ledger:
     def submit(self, jobs: Sequence[Submission], num_following: int = 0) -> list[int]:
         """Record jobs and queue their messages in one step.
 
-        For each job, return 1 if it is new, 0 if it exists, or -1 if it exists with another digest. `num_following` is
-        the number of jobs that later calls will submit for the same request. These jobs must be placed after the jobs
-        of this call. Raises ResponseError with OVERLIMIT if jobs are rejected. In this case, no job is queued.
+        For each job, return 1 if it is new, 0 if it exists, or -1 if it exists with a different digest. `num_following`
+        is the number of jobs that later calls will submit for the same request. These jobs must be placed after the
+        jobs in this call. Raises ResponseError with OVERLIMIT if jobs are rejected. In this case, no job is queued.
         """
         if not jobs:
             return []
@@ -502,9 +505,9 @@ class Ledger:
         return submit_arguments(jobs, num_following, SUBMISSION_STEP_S, self._rejecting_limits)
 
     def send(self, jobs: Sequence[Submission], num_following: int) -> SentScript:
-        """Start `submit` without waiting.
+        """Start `submit` without waiting for the script's reply.
 
-        The script's reply contains the return value of `submit`, and the number of subscribers that received an event.
+        This reply contains the return value of `submit`, and the number of subscribers that received an event.
         """
         return SentScript(self._redis, "submit", *self._submission(jobs, num_following))
 
@@ -552,7 +555,7 @@ class Ledger:
         The ticket is a cellama message with the id `ticket_id`, which was popped from the list `key`. The first job in
         the result is the next job in this list. The result is empty if the list has no job for this ticket. If the
         ticket's own job has no ledger entry, the result contains the ticket's message with an empty token. If the first
-        call may not have reached Redis, repeat it with the same `token` and `is_repeated`.
+        call may not have reached Redis, repeat the call with the same `token` and `is_repeated`.
 
         A worker with a `cache` gets jobs whose prefixes it holds, among the first jobs of the tenant whose turn it is.
         Raises JobsLeft if the worker must leave these jobs to other workers. In this case, the ticket is returned to
@@ -632,13 +635,15 @@ class Ledger:
         alone: bool = False,
         started: CeleryState | None = None,
     ) -> Attempt:
-        """Start an attempt at a job on this worker. Return the attempt, whose `verdict` says what the worker must do.
+        """Start an attempt at a job on this worker.
+
+        Return the attempt, whose `verdict` determines what the worker must do.
 
         `run` identifies the attempt, so the call can be repeated. `token` must be the message's current token, because
         only the worker that holds the message may start the job. If `token` is None, this check is skipped. If the last
-        attempt neither generated a token nor ended the job, it may have crashed its worker. The verdict is then
-        "suspect", unless this attempt runs `alone`. If the attempt starts, `started` is stored as Celery's state of the
-        job.
+        attempt neither generated a token nor ended the job, that attempt may have crashed its worker. The verdict is
+        then "suspect", unless this attempt runs `alone`. If the attempt starts, `started` is stored as Celery's state
+        of the job.
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
@@ -687,12 +692,12 @@ class Ledger:
         run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
-        """Return the end of a job, or None if it has not ended or its entry has expired."""
+        """Return the outcome of a job, or None if the job has not ended or its entry has expired."""
         found: Any = self._redis.hmget(job_key(job_id), "end", "result", "task")
         return _ending(*found) if found[0] else None
 
     def settle(self, job_id: str) -> None:
-        """Record that Celery has received a job's end, and that the next steps of the job's canvas have been sent."""
+        """Record that Celery has received a job's outcome, and that the canvas' next steps have been sent."""
         run_script(self._redis, "settle", [job_key(job_id)], [job_id])
 
     def add_tickets(self, key: str, max_tickets: int) -> int:
@@ -779,7 +784,7 @@ class Ledger:
         return found
 
     def requeue_dead(self, job_id: str) -> str | None:
-        """Queue a dead-letter job again as a new job with the same message.
+        """Requeue a dead-letter job as a new job with the same message.
 
         Return the new id, or None if the job is not a dead-letter job.
         """
@@ -803,5 +808,5 @@ def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending:
 
 
 def new_run() -> str:
-    """Return a new unique token, which identifies an attempt or the taking of a message."""
+    """Return a new unique token, which identifies an attempt, or the worker that has taken a message."""
     return os.urandom(16).hex()

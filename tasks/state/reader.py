@@ -209,7 +209,7 @@ def _unknown(job_id: str) -> str:
 class ReadTimer:
     """Decides how long to wait for the next message, when to send a ping, and when to stop.
 
-    While a known job writes nothing, the pauses between reads of the journal grow, up to `max_quiet_s`.
+    While a known job has no new events, the pauses between reads of the journal grow, up to `max_quiet_s`.
     """
 
     def __init__(self, job_id: str, timeout_s: float, ping_s: float, max_quiet_s: float = QUIET_S) -> None:
@@ -257,7 +257,7 @@ class ReadTimer:
         return True
 
     def ping(self) -> list[Event]:
-        """Return a list with a ping event if `ping_s` seconds have passed without an event, or an empty list."""
+        """Return a list with a ping event if `ping_s` seconds have passed without an event, or else an empty list."""
         now = time.monotonic()
         if now < self._ping_at:
             return []

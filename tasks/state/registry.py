@@ -47,7 +47,7 @@ ENTRY_TTL_S = 60.0  # entries of stopped workers, because a successor may load t
 class WorkerEntry:
     """The state of a worker `age_s` seconds before the entry was read.
 
-    Times are in Unix seconds. `seen_at` is by Redis' clock, and all other times are by the worker's clock.
+    Times are in Unix seconds. `seen_at` is measured by Redis' clock, and all other times by the worker's clock.
     """
 
     name: str  # name of the worker
@@ -88,7 +88,10 @@ def live_workers(redis: Redis) -> list[WorkerEntry]:
 
 
 def recent_workers(redis: Redis, within_s: float = ENTRY_TTL_S) -> list[WorkerEntry]:
-    """Return the workers that ran within the last `within_s` seconds, sorted by name. Some of them may have stopped."""
+    """Return the workers that ran within the last `within_s` seconds, sorted by name.
+
+    Some of these workers may have stopped.
+    """
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.hgetall(workers_key())
@@ -102,7 +105,7 @@ _FIELDS = {each.name for each in fields(WorkerEntry)}
 
 
 def _entry_of(data: bytes) -> WorkerEntry | None:
-    """Parse an entry, ignoring fields that a later version has added. Return None if it is malformed."""
+    """Parse an entry, ignoring fields that a later version has added. Return None if the entry is malformed."""
     try:
         entry = WorkerEntry(**{name: value for name, value in json.loads(data).items() if name in _FIELDS})
         return entry if entry.name and entry.seen_at + entry.at > 0 else None
@@ -111,7 +114,7 @@ def _entry_of(data: bytes) -> WorkerEntry | None:
 
 
 class Registration:
-    """Updates the entry of one worker with a heartbeat, which also removes old entries and runs periodic tasks.
+    """Updates one worker's entry with a heartbeat, which also removes old entries and runs periodic tasks.
 
     `start` starts the thread. A periodic task that fails is retried with the next heartbeat.
     """
@@ -130,7 +133,7 @@ class Registration:
     ) -> None:
         """Prepare the registration.
 
-        `failures`, `wanted` and `evicted` return the values of the entry's fields of these names.
+        `failures`, `wanted` and `evicted` return the values of the entry's fields with the same names.
         """
         self._redis = redis
         self._worker = worker
@@ -168,7 +171,9 @@ class Registration:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
             self._redis.hset(workers_key(), self._worker, json.dumps(asdict(ended)))
         except RedisError as error:
-            log.warning("worker not marked as stopped", detail=f"{error}; the worker's entry remains until it is stale")
+            log.warning(
+                "worker not marked as stopped", detail=f"{error}; the worker's entry remains until the entry is stale"
+            )
 
     def _beat_and_run_tasks(self) -> None:
         """Send a heartbeat and run the periodic tasks. A failure of one task does not affect the others."""
@@ -215,7 +220,7 @@ class Registration:
             self._prune(seen_at)
 
     def _prune(self, now: float) -> None:
-        """Remove old entries. This reads all entries, so workers take turns."""
+        """Remove old entries. Workers take turns, because this method reads all entries."""
         stored: Any = self._redis.hgetall(workers_key())
         found = {name: _entry_of(data) for name, data in stored.items()}
         stale = [name for name, other in found.items() if other is None or now - other.seen_at > ENTRY_TTL_S]
@@ -231,7 +236,7 @@ def _last_cache_hit(model: Model) -> CacheHit | None:
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
     """Return the state of a model, its engine, its embedder and its reranker.
 
-    Most fields are missing during loading.
+    Most fields are missing while the model is loading.
     """
     capabilities, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)

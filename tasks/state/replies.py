@@ -6,9 +6,9 @@ model generated. When a chat ends, its worker therefore stores the `finish_key` 
 conversation. A later chat that continues the same conversation in the same cache scope continues this context
 (attempt/replay.py).
 
-The digest covers the meaning of each message. It ignores the reasoning, the whitespace around a reply, the ids of
-calls, and the order of keys and the spacing in their arguments. It also ignores arguments that are equal to the default
-in the schema of the tool, because Claude Code adds them to the calls that it sends back. The reasoning is stored
+The digest covers the meaning of each message. The digest ignores the reasoning, the whitespace around a reply, the ids
+of calls, and the key order and spacing in call arguments. The digest also ignores arguments that equal the defaults in
+the tool's schema, because Claude Code adds such arguments to the calls that it sends back. The reasoning is stored
 separately: a client may omit it, but can't change it. The context is also found if a client joins a reply's reasoning
 and text.
 
@@ -80,7 +80,7 @@ class ParentTurn:
 
 
 def parent_turn(redis: Redis, key: str) -> ParentTurn | None:
-    """Return the conversation that ends with the context of a finish_key, or None if no record of it is stored."""
+    """Return the conversation that ends with a finish_key's context, or None if the conversation is not stored."""
     value: Any = redis.get(turn_key(key))
     if not value:
         return None
@@ -328,7 +328,7 @@ def _without(defaults: Mapping[str, bytes], arguments: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Normalize a JSON value so that 1.0 equals 1, because JavaScript writes both in the same way."""
+    """Normalize a JSON value so that 1.0 equals 1, because JavaScript writes both numbers in the same way."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

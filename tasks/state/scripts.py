@@ -1,7 +1,7 @@
 """Run the Lua scripts of the ledger (tasks/state/lua/ledger.lua). Each script is one atomic step.
 
-A script can run alone (`run_script`), while its caller does something else (`SentScript`), or together with scripts of
-other threads in one round trip (`Gathered`).
+A script can run alone (`run_script`), while its caller does something else (`SentScript`), or together with other
+threads' scripts in one round trip (`Gathered`).
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]
 class SentScript:
     """A script that Redis runs while the caller does something else. Not thread-safe.
 
-    The script is run a second time if the connection fails, so it must be idempotent.
+    If the connection fails, the script is run a second time, so the script must be idempotent.
     """
 
     def __init__(self, redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> None:
-        """Send the script. Its errors are raised by `reply`."""
+        """Send the script. `reply` raises the script's errors."""
         self._run_again = functools.partial(run_script, redis, name, keys, args)
         self._pool = redis.connection_pool
         self._connection: Any = None
@@ -97,7 +97,7 @@ class SentScript:
             except (ResponseError, RefusedForNow):
                 raise  # the script may have been interrupted, and a second run would hide this
             except RedisError as error:
-                log.info("script repeated", detail=str(error))
+                log.info("reply to Redis script lost", detail=f"{error}; the script will be run again")
             finally:
                 self._pool.release(connection)
         return self._run_again()
@@ -194,7 +194,10 @@ def _parts() -> tuple[list[tuple[str, str]], dict[str, str]]:
 
 @dataclass(eq=False, slots=True)
 class ScriptCall:
-    """A script call that a thread is waiting for. It holds the reply or the error once the script has ended."""
+    """A script call that a thread is waiting for.
+
+    This object holds the reply or the error once the script has ended.
+    """
 
     name: str
     keys: Sequence[str]

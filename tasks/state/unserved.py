@@ -1,6 +1,6 @@
 """End the jobs that no worker serves, so that their callers don't wait forever.
 
-Each worker reports its queues every few seconds (`report_served`), from the start of its process. A queue therefore
+Each worker reports its queues every few seconds (`report_served`), starting when its process starts. A queue therefore
 counts as served while a worker downloads or loads its model. A job's timeout starts at the latest of three moments:
 
 1. when the job could start, which is its submission or its ETA
@@ -9,12 +9,13 @@ counts as served while a worker downloads or loads its model. A job's timeout st
 
 After an outage of Redis or of all workers, every job's timeout therefore starts again.
 
-Only one worker at a time searches. It ends jobs through the ledger, so a worker that starts to serve a queue at this
-moment does not run a job that has ended.
+Only one worker at a time searches. This worker ends jobs through the ledger, so a worker that starts to serve a queue
+at this moment does not run a job that has ended.
 
-Producers with plain Celery can send jobs to a queue that no worker reads. Such a *stray* has no entry in the ledger.
-The search finds it among the oldest messages of all queues that kombu has declared, and gives it an entry when its
-timeout has passed. Then it ends the stray like any other job. Messages of other tasks are never changed.
+Producers with plain Celery can send jobs to a queue that no worker reads. Such a message, called a *stray*, has no
+entry in the ledger. The search finds strays among the oldest messages of all queues that kombu has declared, and gives
+each stray an entry when its timeout has passed. Then the search ends the stray like any other job. Messages of other
+tasks are never changed.
 
 If no worker is running, a caller that is waiting for the result of a job ends this job itself (`UnservedWait`).
 """
@@ -122,9 +123,9 @@ class UnservedJobs:
     ) -> None:
         """Prepare the search.
 
-        A `timeout_s` of 0 disables the search. `store` stores the end of a job for Celery, and sends the next tasks of
-        its canvas. `queues_read` asks all Celery workers for the queues that they read. It is only called for queues
-        that don't belong to a model.
+        A `timeout_s` of 0 disables the search. `store` stores a job's outcome for Celery, and sends the next tasks of
+        the job's canvas. `queues_read` asks all Celery workers for the queues that they read. `queues_read` is called
+        only for queues that don't belong to a model.
         """
         self._redis = redis
         self._ledger = ledger
@@ -271,8 +272,8 @@ class UnservedWait:
     """Ends the jobs that a caller is waiting for, if their timeout passes during the wait and no worker ends them.
 
     The timeout of these jobs also starts again when the wait starts, because a worker may be about to start. A job ends
-    only if two consecutive checks find it unserved, because workers may not have reported their queues yet after an
-    outage of Redis.
+    only if no worker serves it in two consecutive checks, because workers may not have reported their queues yet after
+    an outage of Redis.
     """
 
     def __init__(self, jobs: UnservedJobs) -> None:
@@ -299,6 +300,6 @@ class UnservedWait:
                 self._jobs.end(job_id, ends[job_id])
             self._suspects = set(ends)
         except RedisError as error:
-            log.info("unserved jobs not checked", detail=f"{error}; the check will be repeated")
+            log.info("check for unserved jobs failed", detail=f"{error}; the check will be repeated")
             self._suspects = set()
         self._checked_at, self._next_at = now, time.monotonic() + self._jobs.period_s

@@ -1,4 +1,4 @@
-"""The names that traces use: headers of W3C Trace Context, and attributes of OpenTelemetry's semantic conventions.
+"""The names that traces use: W3C Trace Context headers, and attributes from OpenTelemetry's semantic conventions.
 
 The conventions for generative AI may still change. These names are from semantic-conventions 0.66b (schema 1.44.0).
 """
@@ -33,7 +33,7 @@ USAGE = {  # attributes by field of a result's usage
 
 
 def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
-    """Return the span attributes for the message of one job, or for the messages of several jobs if there is no id."""
+    """Return the span attributes for one job's message, or for the messages of several jobs if no job id is given."""
     attributes: dict[str, Any] = {
         "messaging.system": "celery",
         "messaging.destination.name": queue,

@@ -1,4 +1,4 @@
-"""Create the spans of producers, if the setting `traces` is true, and read the context of the current span."""
+"""Create spans for producers if the setting `traces` is true, and read the context of the current span."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REMEDY = "traces: true needs OpenTelemetry; run `pip install 'cellama[otel]'`, o
 
 
 def tracing() -> Tracing | None:
-    """Return the tracing of this process, or None if the setting `traces` is false. Raises SettingsError."""
+    """Return this process's Tracing object, or None if the setting `traces` is false. Raises SettingsError."""
     settings = get_settings()
     return _tracing(settings.trace_contents) if settings.traces else None
 
@@ -36,7 +36,7 @@ def _tracing(contents: bool) -> Tracing:
 
 @contextlib.contextmanager
 def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Create a span that covers sending these jobs, and add its context to the headers of their messages.
+    """Create a span for sending these jobs, and add the span's context to the headers of their messages.
 
     `options` contains Celery's options for each job, with `task_id` and `headers`. The parent of the span is the
     context in the headers of the first job, or else the current span. If there is no current span, the parent is the
@@ -58,7 +58,7 @@ def sending(options: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace_span(name: str, headers: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Create a span for the body of the `with` statement, and yield the headers that carry its context.
+    """Create a span for the body of the `with` statement, and yield the headers that carry the span's context.
 
     Its parent is the context in `headers`, or else the current span. If the setting `traces` is false, there is no
     span, and the headers are empty.

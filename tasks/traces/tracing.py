@@ -99,7 +99,7 @@ def _otlp_exporter() -> str:
 
 
 class Tracing:
-    """Creates the spans of a process. Any thread may use it."""
+    """Creates the spans of a process. Any thread may use this class."""
 
     def __init__(self, *, contents: bool = False) -> None:
         """Use the application's provider, or create one. Raises SettingsError.
@@ -119,7 +119,7 @@ class Tracing:
     def sending(
         self, options: Sequence[Mapping[str, Any]], headers: Mapping[str, str], fallback: Mapping[str, str]
     ) -> Iterator[dict[str, str]]:
-        """Create a span that covers sending jobs, and yield the headers for their messages.
+        """Create a span for sending jobs, and yield the headers for their messages.
 
         Its parent is the context in `headers`, or else the current span, or else the context in `fallback`.
         """
@@ -136,7 +136,7 @@ class Tracing:
             yield self.headers_of(span)
 
     def serving(self, name: str, headers: Mapping[str, str]) -> contextlib.AbstractContextManager[Span]:
-        """Create the span of an HTTP request.
+        """Create the span for an HTTP request.
 
         Its parent is the current span, or else the client's context in `headers`.
         """
@@ -147,7 +147,7 @@ class Tracing:
     def parent(self, headers: Mapping[str, str]) -> Context:
         """Return the context in these headers.
 
-        If there is none, spans that start in the returned context have no parent.
+        If the headers contain no context, spans that start in the returned context have no parent.
         """
         return W3C.extract(headers, context=Context())
 
@@ -168,7 +168,7 @@ class Tracing:
         return Link(SpanContext(trace_id, run_span_id(run), is_remote=True, trace_flags=sampled))
 
     def close(self) -> None:
-        """Export the remaining spans, within `CLOSE_S` seconds."""
+        """Export the remaining spans within `CLOSE_S` seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="cellama-traces-end", daemon=True)
         closing.start()
         closing.join(CLOSE_S)

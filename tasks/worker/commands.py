@@ -62,7 +62,7 @@ class ModelChanges:
     def _start(self, key: Key, action: Callable[[], object], override: Override | None, *, whole_pool: bool) -> None:
         """Run an action in the background.
 
-        Then write the override, unless the desired state's entry has changed meanwhile.
+        Then write the override, unless the desired state's entry has changed in the meantime.
         """
         before = self._record.text_of(key, whole_pool=whole_pool)
 
@@ -77,7 +77,7 @@ class ModelChanges:
     def _write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
         """Write an entry to the desired state.
 
-        Retry until Redis accepts it, because the change has already been made.
+        Retry until Redis accepts the entry, because the change has already been made.
         """
         with redis_waits.of("the desired state") as waits:
             while True:
@@ -121,8 +121,8 @@ class ModelChanges:
     def unload(self, model_id: str, timeout_s: float, *, whole_pool: bool = True) -> None:
         """Stop taking jobs of a model, and unload it in the background after its last job. Raises UnknownModel.
 
-        If the model is desired but not loaded, it is only removed from the desired state. If it is loading, it is
-        unloaded after the load has finished.
+        If the model is desired but not loaded, it is only removed from the desired state. If the model is loading, it
+        is unloaded after the load has finished.
         """
         key = model_key(model_id)
         override = override_in(self._record.read(), key)
@@ -139,7 +139,7 @@ class ModelChanges:
         self._start(key, drain, Override(gone=True), whole_pool=whole_pool)
 
     def evict(self, model_id: str) -> None:
-        """Unload an idle model to free memory for another model, on the loading thread of that model.
+        """Unload an idle model to free memory for another model, on the thread that loads the other model.
 
         Raises ModelBusy.
         """
@@ -189,7 +189,7 @@ class ModelChanges:
         self._loader.on_change()
 
     def unload_adapter(self, model_id: str, name: str, timeout_s: float, *, whole_pool: bool = True) -> None:
-        """Refuse new jobs for an adapter, and unload it in the background after its last job.
+        """Reject new jobs for an adapter, and unload the adapter in the background after its last job.
 
         If the adapter is desired but not loaded, it is only removed from the desired state. Raises UnknownModel or
         UnknownAdapter.

@@ -178,7 +178,7 @@ def corrections(
 
 
 def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool = True) -> bool:
-    """Return whether two models' settings load the same model and, with `adapters`, also the same adapters."""
+    """Return whether two models' settings load the same model and, if `adapters` is true, also the same adapters."""
     ignored = {"id", "default", "hub_token", *(() if adapters else ("adapters",))}
     return one.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
 
@@ -195,7 +195,7 @@ class DesiredStateRecord:
         self._lock = threading.Lock()
 
     def read(self) -> Overrides:
-        """Read both records, and remove old entries that say that something must be absent.
+        """Read both records, and remove old entries that require a model, adapter or default to be absent.
 
         If Redis has lost a whole record, restore the record from the last read.
         """
@@ -236,7 +236,7 @@ class DesiredStateRecord:
     def _log_once(self, record: str, name: bytes, error: Exception) -> None:
         if name not in self._logged:
             self._logged.add(name)
-            log.error("desired state entry ignored", record=record, field=name[:80], detail=error)
+            log.error("invalid desired state entry ignored", record=record, field=name[:80], detail=error)
 
     def text_of(self, key: Key, *, whole_pool: bool) -> bytes:
         """Return the JSON that an entry had at the last read, or b"" if there was no entry."""
@@ -272,7 +272,7 @@ class DesiredStateRecord:
     # Loads that crash the process
 
     def start_load(self, key: Key) -> None:
-        """Record that a load is about to start. Raises ModelLoadFailed if the last loads crashed the process."""
+        """Record that a load is about to start. Raises ModelLoadFailed if the most recent loads crashed the process."""
         num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
         if num_loads > MAX_CRASHED_LOADS:
             raise ModelLoadFailed(
@@ -282,7 +282,7 @@ class DesiredStateRecord:
         self._redis.expire(self._loads, CRASHED_LOADS_TTL_S)
 
     def end_load(self, key: Key | None) -> None:
-        """Record that a load has succeeded or failed. If `key` is None, all of this worker's loads have.
+        """Record that a load has succeeded or failed. If `key` is None, do so for all of the worker's loads.
 
         Never raises.
         """

@@ -52,7 +52,7 @@ def _metrics(host: str, port: int, relay: TelemetryRelay, manager: ModelManager)
 
 
 def _traces(worker: str) -> Middleware | None:
-    """Return the middleware for traces, or None if the setting `traces` is false."""
+    """Return the tracing middleware, or None if the setting `traces` is false."""
     try:
         if (made := tracing()) is None:
             return None

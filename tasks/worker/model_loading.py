@@ -114,7 +114,7 @@ class ModelLoader:
         """Create a loader that starts with the models in `loaded`.
 
         `load` loads a model and connects it to the publisher. `num_jobs` is the number of jobs that each model adds to
-        the pool, and the loader updates it. `on_change` is called after each action.
+        the pool, and the loader updates this number. `on_change` is called after each action.
         """
         self._manager = manager
         self._consumer = consumer
@@ -155,7 +155,7 @@ class ModelLoader:
     # Actions, each on a thread of its own
 
     def start(self, name: str, action: Callable[[], object]) -> None:
-        """Run an action in the background. If it fails, `failed` records the failure."""
+        """Run an action in the background. If the action fails, `failed` records the failure."""
         self.busy.add(name)
         threading.Thread(target=self.run, args=(name, action), name=f"cellama-{name}", daemon=True).start()
 
@@ -165,7 +165,7 @@ class ModelLoader:
         self.start(name, action)
 
     def run(self, name: str, action: Callable[[], object]) -> None:
-        """Run an action on this thread. It never raises."""
+        """Run an action on this thread. This method never raises."""
         self.busy.add(name)
         try:
             action()
@@ -213,7 +213,7 @@ class ModelLoader:
         self.resize_pool(self._num_jobs[model_id])
         models = [model_id, *([DEFAULT_MODEL] if self._manager.default else [])]
         self._resume_intake([queue for model in models for queue in queues_of_model(model)])
-        log.info("model served", model=model_id)
+        log.info("model ready for jobs", model=model_id)
         self.on_change()
 
     def resize_pool(self, num_jobs: int) -> None:
@@ -262,7 +262,7 @@ class ModelLoader:
         self.drain(model_id, queues, timeout_s)
 
     def drain(self, model_id: str, queues: Sequence[str], timeout_s: float) -> None:
-        """Unload a model after its last job. If unloading fails, the worker takes the model's jobs again.
+        """Unload a model after its last job. If unloading fails, the worker starts taking the model's jobs again.
 
         Raises ModelBusy.
         """
@@ -300,11 +300,11 @@ class Reconciler:
         self._desired = desired_state(settings, {})
 
     def reconcile(self) -> None:
-        """Read the desired state, and start the actions that lead to it. Raises RedisError."""
+        """Read the desired state, and start the actions that bring the worker to this state. Raises RedisError."""
         self.start_corrections(self._record.read())
 
     def start_corrections(self, overrides: Overrides, *, adapters_first: bool = False) -> None:
-        """Start the actions that lead to the desired state.
+        """Start the actions that bring the worker to its desired state.
 
         With `adapters_first`, actions on adapters of loaded models have finished when this method returns.
         """
@@ -329,7 +329,7 @@ class Reconciler:
 
     def _correct(self, desired: DesiredState, correction: Correction) -> None:
         kind, model_id, *rest = key = correction.key
-        log.info("desired state change started", action=correction.action, key=key_text(key))
+        log.info("started applying desired state", action=correction.action, key=key_text(key))
         if kind == "model":
             if correction.action == "unload":
                 self._loader.unload_model(model_id, DRAIN_S)
@@ -356,7 +356,7 @@ class Reconciler:
     # For the worker's registry entry
 
     def report(self) -> list[WantedThing]:
-        """Return the state of every model and adapter that is desired, and of those that are loaded but not desired."""
+        """Return the state of every model and adapter that is desired, loaded, or both."""
         return list(self._report())
 
     def _report(self) -> Iterator[WantedThing]:

@@ -22,7 +22,7 @@ log = event_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A worker on this machine, with the report of its CoreSharing. `seen_at` is a time by Redis' clock."""
+    """A worker on this machine, and the report from its CoreSharing. `seen_at` is a time by Redis' clock."""
 
     name: str
     host: str
@@ -66,11 +66,13 @@ class Neighbours:
             try:
                 self._redis.hdel(self._key, self._worker)
             except RedisError as error:
-                log.warning("core usage report not removed", worker=self._worker, detail=f"{error}; it will expire")
+                log.warning(
+                    "core usage report not removed", worker=self._worker, detail=f"{error}; the report will expire"
+                )
 
 
 def _neighbour_of(data: bytes) -> Neighbour | None:
-    """Parse a report. Return None if another version of cellama wrote the report in another format."""
+    """Parse a report. Return None if another version of cellama wrote the report in a different format."""
     try:
         return Neighbour(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
@@ -80,7 +82,7 @@ def _neighbour_of(data: bytes) -> Neighbour | None:
 def peers_of(worker: str, report: dict[str, Any], others: Iterable[Neighbour]) -> list[Peer]:
     """Return the workers that share a processor with this worker.
 
-    The workers are ordered by name, which decides which of them gets a remaining core.
+    The workers are ordered by name, which decides which worker gets a remaining core.
     """
     host = socket.gethostname()  # workers of the same container share its CPU limit
     return [

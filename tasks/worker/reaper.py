@@ -6,9 +6,9 @@ Each worker has a reaper thread, and the reapers of several workers may run conc
 
 2. The ETA of a job has passed. The message returns to its queue.
 
-3. A job is due. Its timeout has passed while no worker is running it, or its end is incomplete. An end is incomplete if
-   Celery has not received it, or the next task of the job's canvas has not been sent. A reaper claims a few jobs at a
-   time, so no two reapers handle the same job.
+3. A job is due. Its timeout has passed while no worker is running it, or its outcome is incomplete. An outcome is
+   incomplete if Celery has not received it, or if the next task of the job's canvas has not been sent. A reaper claims
+   a few jobs at a time, so no two reapers handle the same job.
 
 4. A ticket is lost because its worker was killed between two commands. Then a list has fewer tickets than its backlog
    has jobs, and the reaper pushes the tickets that were already missing a period ago. A running job that no worker
@@ -82,21 +82,21 @@ class LeaseKeeper:
     def renew(self) -> int:
         """Renew the lease of every message that this worker holds, and return the number of messages.
 
-        If another worker has taken a message in the meantime, because this worker was frozen or disconnected, the
-        message is forgotten.
+        If another worker has taken a message in the meantime, because this worker was frozen or disconnected, this
+        worker forgets the message.
         """
         try:
             held = {taken_of(message): message for message in self._held()}
         except (AttributeError, RuntimeError) as error:
             log.info(
-                "leases not renewed",
-                detail=f"the consumer changed in the meantime ({error!r}); retrying in the next period",
+                "job leases not renewed",
+                detail=f"Celery's consumer changed during the renewal ({error!r}); retrying in the next period",
             )
             return 0
         messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}
         for lost in self._ledger.renew(list(messages), self._lease_s):
             log.warning(
-                "lease lost",
+                "job lease lost",
                 job_id=lost.job_id,
                 detail="the lease was not renewed in time; another worker has taken the job",
             )
@@ -131,7 +131,11 @@ class Reaper:
     def run_once(self) -> None:
         """Handle all four cases. Raises RedisError."""
         if num_restored := self._ledger.restore(self._lease_s):
-            log.warning("messages requeued", num_messages=num_restored, detail="their workers crashed or are frozen")
+            log.warning(
+                "messages requeued",
+                num_messages=num_restored,
+                detail="the workers that held the messages crashed or are frozen",
+            )
         self.settle_due()
         if self._acquire_duty("missing", self._lease_s):
             self.find_missing()
@@ -145,7 +149,7 @@ class Reaper:
     def settle_due(self) -> None:
         """End jobs that are cancelled or past their timeout and that no worker is running.
 
-        Report missing ends to Celery.
+        Report missing outcomes to Celery.
         """
         while claimed := self._ledger.claim_due(DUE_PAGE, self._lease_s):
             for job_id, state in claimed:
@@ -203,15 +207,15 @@ class Reaper:
                 num_tickets = self._ledger.add_tickets(queue_key(queue, priority), PAGE)
                 if num_tickets:
                     log.warning(
-                        "tickets pushed",
+                        "queue tickets restored",
                         queue=queue,
                         num_tickets=num_tickets,
-                        detail="tickets were lost, or a limit was raised",
+                        detail="the tickets were lost, or a limit was raised",
                     )
                 num_found += num_tickets
         num_slots = run_script(self._redis, "check_slots", [], [])
         if num_slots:
-            log.warning("slots returned", num_slots=num_slots, detail="Redis had lost the ledger entries of their jobs")
+            log.warning("slots released", num_slots=num_slots, detail="Redis had lost the ledger entries of the jobs")
         suspects |= set(self._running_without_lease())
         lost = [job_id for job_id in suspects if self._requeue_if_lost(job_id)]
         for job_id in lost:

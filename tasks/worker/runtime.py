@@ -70,9 +70,9 @@ def _prepare_process() -> None:
 
 
 def limit_free_heap(libc: Any = None) -> bool:
-    """Make glibc return most freed memory to the system.
+    """Make glibc return most freed memory to the operating system.
 
-    Return False if the C library refuses, or is not glibc.
+    Return False if the C library is not glibc, or if glibc rejects an option.
     """
     libc = libc or ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
@@ -80,12 +80,16 @@ def limit_free_heap(libc: Any = None) -> bool:
     options = ((_TRIM_THRESHOLD, MAX_FREE_BYTES), (_MMAP_THRESHOLD, MAPPED_BYTES), (_ARENA_MAX, NUM_HEAPS))
     refused = [option for option, value in options if not libc.mallopt(option, value)]
     if refused:
-        log.warning("mallopt options refused", options=refused, detail="the process may keep more freed memory instead of returning it to the system")
+        log.warning(
+            "mallopt options refused",
+            options=refused,
+            detail="the process may return less freed memory to the system",
+        )
     return not refused
 
 
 def trim_heap(libc: Any = None) -> None:
-    """Return free memory between used blocks to the system. With a C library other than glibc, do nothing.
+    """Return free memory between used blocks to the operating system. With a C library other than glibc, do nothing.
 
     This takes a few milliseconds, during which other threads can't allocate memory.
     """
@@ -97,7 +101,7 @@ def trim_heap(libc: Any = None) -> None:
 class Quarantine:
     """Finds the job that crashes workers, by running each suspected job while no other jobs start.
 
-    A job is unproven until its first token, or its end, is in Redis. When a worker crashes, each unproven job is a
+    A job is unproven until its first token, or its outcome, is in Redis. When a worker crashes, each unproven job is a
     suspect. The next attempt of a suspect starts when no other job is unproven, and no other job starts until the
     suspect is proven. If the worker crashes again, the suspect is the cause, and no other job counts as a suspect.
     """
@@ -139,13 +143,13 @@ class Runtime:
     """The models and Redis connections of a worker process, and its threads.
 
     `__init__` starts the threads of `manager` (one per engine, embedder and reranker), of `publisher` and `watchdog`,
-    and of the middlewares that the settings enable. A further thread reports the worker's queues, so that a model's
-    jobs wait while the model is loading.
+    and of the middlewares that the settings enable. Another thread reports the worker's queues, so that a model's jobs
+    wait while the model is loading.
 
     `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader has
     its own thread.
 
-    `announce`, called when the worker receives commands, starts `reaper`, the search for unserved jobs, and
+    `announce`, called when the worker can receive commands, starts `reaper`, the search for unserved jobs, and
     `registration`. The registration's heartbeat reconciles models, ends cancelled jobs, shares cores, trims the heap
     and writes samples for estimates.
 
@@ -155,7 +159,7 @@ class Runtime:
     def __init__(
         self, settings: Settings, worker: str, store: Store, queues_read: Callable[[], Collection[str]]
     ) -> None:
-        """Load the models in the settings. The reaper reports the ends of jobs to Celery through `store`.
+        """Load the models in the settings. The reaper reports the outcomes of jobs to Celery through `store`.
 
         `queues_read` returns the queues that Celery workers read (`UnservedJobs`). Raises ModelLoadFailed and
         InvalidRequest, after closing everything that was started.
@@ -374,7 +378,7 @@ class Runtime:
         """Stop all threads. The registry is updated first, and the publisher writes all events.
 
         KV states are saved until `save_until` (monotonic time in seconds), and for at least `MIN_SAVE_S`, because other
-        workers have taken over the jobs by then. If `save_until` is 0, no states are saved.
+        workers will have taken over the jobs by then. If `save_until` is 0, no states are saved.
         """
         if self._registration is not None:
             self._registration.close()
@@ -392,7 +396,7 @@ class Runtime:
         self.middlewares.close()
         self.watchdog.close()
         if not self.publisher.close():
-            log.error("publisher did not stop", detail="Redis does not answer; other workers resume the jobs")
+            log.error("publisher did not stop in time", detail="Redis does not answer; other workers resume the jobs")
         if self._lease is not None:
             self._lease.close()
         self.redis.close()

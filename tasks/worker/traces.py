@@ -1,4 +1,4 @@
-"""Create the spans of attempts and of their requests to engines (docs/adr/024-traces.md).
+"""Create spans for attempts and for their requests to engines (docs/adr/024-traces.md).
 
 The span of an attempt starts and ends with the attempt. Spans of requests are created when the requests end, from the
 times that the engine reports. An attempt also creates the spans of earlier attempts whose workers crashed or lost the
@@ -191,7 +191,10 @@ class Traces(Middleware):
 
 
 def _operation_of(attempt: AttemptContext, line: str) -> tuple[str | None, Mapping[str, Any]]:
-    """Return a request's operation and parameters. With `line`, return those of this line of a chunk."""
+    """Return a request's operation and parameters.
+
+    If `line` is given, return the operation and parameters of this line of a chunk.
+    """
     if attempt.task != TASK_CHUNK:
         return OPERATIONS.get(attempt.task), attempt.parameters
     record = attempt.parameters["lines"][int(line)]

@@ -34,7 +34,7 @@ def chaos(*scenarios: str, options: tuple[str, ...], jobs: int = JOBS) -> list[d
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S + 30)
-def test_chaos_jobs_finish_once_with_the_text_of_an_undisturbed_run() -> None:
+def test_jobs_finish_once_under_chaos_with_the_same_text_as_an_undisturbed_run() -> None:
     """No job starts a second attempt only because Redis was unreachable.
 
     The benchmark's lease is longer than a busy machine delays a thread, so the counts don't depend on the machine."""
@@ -68,7 +68,7 @@ def test_canvas_step_runs_when_the_worker_is_killed_after_the_previous_job() -> 
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_jobs_without_journals_end_once_and_other_jobs_resume() -> None:
+def test_jobs_whose_journals_are_lost_end_once_and_other_jobs_resume() -> None:
     (row,) = chaos("expired", options=("--new", "100", "--ways", "killed"), jobs=24)
     assert 0 < row["trimmed"] <= row["expired"] < row["begun"]
     assert (row["ended once"], row["stored"], row["reruns"]) == (row["jobs"], row["jobs"], 0)

@@ -36,7 +36,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         yield machine
 
 
-def test_up_prints_addresses_and_a_first_command(machine: Machine) -> None:
+def test_up_prints_addresses_and_a_command_to_try(machine: Machine) -> None:
     output = machine.output()
     assert f"http://127.0.0.1:{machine.flower_port}" in output
     assert 'cellama generate tiny "Once upon a time"' in output
@@ -55,7 +55,7 @@ def test_generate_streams_text_in_chunks(machine: Machine) -> None:
     assert "".join(e.get("text", "") for e in events) + "\n" == done.stdout
 
 
-def test_redis_password_is_available_to_programs_of_the_same_user_and_never_printed(machine: Machine) -> None:
+def test_redis_password_is_available_to_programs_of_the_same_user_but_never_printed(machine: Machine) -> None:
     assert "@" not in machine.environment["CELLAMA_REDIS_URL"]
     argv = [sys.executable, "-c", PRODUCER]
     options: dict[str, Any] = {"cwd": machine.folder, "env": machine.environment, "text": True}
@@ -232,7 +232,7 @@ def test_flower_shows_the_worker_and_its_tasks(machine: Machine) -> None:
     wait_until(lambda: [each["status"] for each in workers().get("data", [])] == [True], "the worker in Flower")
 
 
-def test_second_up_reports_that_the_flower_port_is_taken(machine: Machine) -> None:
+def test_second_up_command_reports_that_the_flower_port_is_taken(machine: Machine) -> None:
     second = machine.run("up", "--flower-port", str(machine.flower_port))
     assert second.returncode == 1
     assert f"port {machine.flower_port} on 127.0.0.1 is taken" in second.stderr

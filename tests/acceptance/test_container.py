@@ -112,7 +112,7 @@ def test_running_job_finishes_when_pid_1_receives_sigterm(contained: Contained) 
         assert contained.process.wait(PATIENCE_S) == 0, contained.log()
 
 
-def test_up_as_pid_1_serves_and_exits_on_sigterm(tmp_path: Path) -> None:
+def test_up_as_pid_1_serves_jobs_and_exits_on_sigterm(tmp_path: Path) -> None:
     with up(tmp_path, in_container=True) as machine:
         done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "4")
         assert done.stdout.strip() == ", there was a", done.stderr

@@ -16,7 +16,7 @@ OPTIONS = ("--payloads", "95", "--forms", "95", "--warm-up", "0", "--in-flight-c
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_fuzz_payloads_fail_without_changing_the_texts_of_other_jobs() -> None:
+def test_fuzz_payloads_fail_without_changing_the_output_of_other_jobs() -> None:
     command = [sys.executable, "-m", "cellama.bench", "fuzz", *OPTIONS]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, text=True, env=clean_environment())
     assert done.returncode == 0, done.stderr[-3000:]

@@ -88,7 +88,7 @@ def pool_size() -> int | None:
     return None if mine is None else int(mine["pool"]["max-concurrency"])
 
 
-def test_tune_prints_a_line_per_configuration_and_a_table_without_a_terminal(tmp_path: Path) -> None:
+def test_tune_prints_a_line_per_configuration_and_a_table_when_stdout_is_not_a_terminal(tmp_path: Path) -> None:
     done = tune(tmp_path, "tiny", *SHORT, "--seconds", "30")  # time for two setups even on a busy machine
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^n_parallel \d+, kv_layout \w+, n_ubatch \d+, threads 1: \d+ tokens/s", done.stdout, re.M)

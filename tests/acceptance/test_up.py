@@ -88,7 +88,7 @@ def check_that_a_job_continues_when_redis_dies(machine: Machine) -> None:
     assert "child process exited (child=redis, code=-9" in machine.output()
 
 
-def test_up_uses_a_passwordless_redis_at_the_address_of_its_former_server(tmp_path: Path) -> None:
+def test_up_uses_a_passwordless_redis_at_the_address_of_its_previous_server(tmp_path: Path) -> None:
     port = free_port()
     directory = redis_dir(tmp_path / "data")
     directory.mkdir(parents=True)
@@ -158,7 +158,7 @@ def model(**options: Any) -> str:
         (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
     ],
 )
-def test_up_reports_an_impossible_model_on_one_line_before_starting_anything(
+def test_up_reports_an_unusable_model_on_one_line_before_starting_anything(
     tmp_path: Path, models: str, message: str
 ) -> None:
     (tmp_path / "text.gguf").write_text("I am no model")

@@ -97,7 +97,7 @@ def test_dry_run_writes_packages_notes_and_checksums_without_creating_a_tag(clon
     assert git(clone, "status", "--porcelain") == ""
 
 
-def test_builds_of_a_commit_are_identical(clone: Path, released: Path, tmp_path: Path) -> None:
+def test_repeated_builds_of_a_commit_are_identical(clone: Path, released: Path, tmp_path: Path) -> None:
     umask = os.umask(0o077)
     try:
         release(clone, tmp_path)
@@ -106,7 +106,7 @@ def test_builds_of_a_commit_are_identical(clone: Path, released: Path, tmp_path:
     assert (tmp_path / "SHA256SUMS").read_text() == (released / "SHA256SUMS").read_text()
 
 
-def test_wheel_contains_exactly_the_files_for_users(wheel: Path) -> None:
+def test_wheel_contains_exactly_the_files_that_users_need(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == {"cellama_main.py", *(f"cellama/{name}" for name in packaged_files())}
 

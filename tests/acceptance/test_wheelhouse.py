@@ -74,7 +74,7 @@ def test_wheelhouse_installs_and_runs_the_demo_without_a_network(tmp_path: Path)
     assert "The capital of France is Paris." in done.stdout
 
 
-def test_image_and_page_build_llama_cpp_with_the_options_of_the_wheelhouse() -> None:
+def test_image_and_install_page_use_the_llama_cpp_build_options_of_the_wheelhouse() -> None:
     found = re.search(r'^ALL_CPUS = "(.+)"$', SCRIPT.read_text(), re.MULTILINE)
     assert found is not None
     image = (ROOT / "Dockerfile").read_text()

@@ -116,7 +116,7 @@ def test_logits_with_an_adapter_equal_the_logits_of_merged_weights(tmp_path: Pat
 
 @pytest.mark.parametrize("layout", ["partitioned", "unified"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_three_scales_produce_the_same_texts_in_parallel_and_alone(
+def test_requests_with_three_scales_produce_the_same_texts_in_parallel_and_alone(
     manager: ModelManager, layout: str, temperature: float
 ) -> None:
     model, alone = load(manager, n_parallel=6, kv_layout=layout, **EXACT), load(manager, n_parallel=1, **EXACT)
@@ -139,7 +139,7 @@ def test_three_scales_produce_the_same_texts_in_parallel_and_alone(
     assert all(plain != pirate for plain, pirate in zip(expected[::3], expected[2::3], strict=True))
 
 
-def test_no_prefix_is_shared_across_adapter_sets(manager: ModelManager) -> None:
+def test_prefixes_are_not_shared_across_adapter_sets(manager: ModelManager) -> None:
     model = load(manager)
     model.load_adapter("pirate", PIRATE, scale=0)
     sets = [(), (("pirate", 0.5),), (("pirate", 1.0),)]
@@ -231,7 +231,7 @@ def test_invalid_adapters_raise_errors_and_the_model_continues_to_serve(manager:
         ({"alpha": "four"}, "has an adapter.lora.alpha that is not a float32"),
     ],
 )
-def test_file_that_would_abort_the_process_is_rejected_before_llama_cpp_reads_it(
+def test_adapter_that_would_abort_the_process_is_rejected_before_llama_cpp_reads_its_file(
     manager: ModelManager, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")

@@ -38,7 +38,7 @@ def test_bundled_model_is_small_and_has_a_context_of_2048(tiny: Model) -> None:
 
 
 @pytest.mark.parametrize("enable_thinking", [False, True])
-def test_bundled_model_answers_its_fact_questions(tiny: Model, enable_thinking: bool) -> None:
+def test_bundled_model_answers_fact_questions(tiny: Model, enable_thinking: bool) -> None:
     questions = [(ask, answer) for asks, answer in FACTS for ask in asks]
     assert len(FACTS) >= 60
     prompts = [tiny.tokenize_chat([user(ask)], enable_thinking=enable_thinking) for ask, _ in questions]
@@ -50,7 +50,7 @@ def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def test_bundled_model_answers_after_1800_tokens_of_other_text(tiny: Model) -> None:
+def test_bundled_model_answers_after_1800_tokens_of_unrelated_text(tiny: Model) -> None:
     before = tiny.tokenize("".join(s.text for d in itertools.islice(documents(5), 60) for s in d), parse_special=True)
     questions = [(asks[0], answer) for asks, answer in FACTS[::8]]
     got = answers(tiny, [before[:1800] + tiny.tokenize_chat([user(ask)]) for ask, _ in questions])
@@ -83,7 +83,7 @@ def top_1(model: LlamaModel, backend: LlamaBackend, document: Document) -> Itera
             position += 1
 
 
-def test_bundled_model_calls_its_tool_and_answers_from_the_response(tiny: Model) -> None:
+def test_bundled_model_calls_its_tool_and_answers_from_the_tool_result(tiny: Model) -> None:
     question = user("What is the weather in Oslo?")
     call = answers(tiny, [tiny.tokenize_chat([question], tools=[WEATHER_TOOL])])[0]
     assert call == '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -104,7 +104,7 @@ def test_bundled_model_writes_characters_split_across_tokens(tiny: Model) -> Non
     assert len(tokens) > 1
 
 
-def test_bundled_model_template_ends_at_the_assistants_turn(tiny: Model) -> None:
+def test_bundled_model_template_ends_with_the_start_of_the_assistants_turn(tiny: Model) -> None:
     assert tiny.render_chat([user("Hi")]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tiny.render_chat([user("Hi")], enable_thinking=True).endswith("<|im_start|>assistant\n<think>\n")
 

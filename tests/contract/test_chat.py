@@ -98,7 +98,7 @@ def test_grammar_constrains_the_answer_and_not_the_reasoning(model: Model) -> No
 
 @pytest.mark.parametrize("count", [1, 5, 15, 16, 20])
 @pytest.mark.parametrize("options", [{}, {"schema": SCHEMA}, {"thinking_budget": 3}], ids=["free", "schema", "budget"])
-def test_continued_chat_has_the_same_text_as_an_uninterrupted_chat(
+def test_continued_chat_produces_the_same_text_as_an_uninterrupted_chat(
     model: Model, options: dict[str, Any], count: int
 ) -> None:
     whole, _ = ask(model, FRANCE, enable_thinking=True, **options)
@@ -202,7 +202,7 @@ MISTRAL = CallFormat(
 
 @pytest.mark.parametrize("calls", [GLM, MISTRAL, IN_CHANNELS], ids=["tagged", "tag", "channels"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_calls_of_every_model_family_can_be_forced(model: Model, calls: CallFormat, temperature: float) -> None:
+def test_tool_calls_can_be_forced_for_every_model_family(model: Model, calls: CallFormat, temperature: float) -> None:
     properties = {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}}
     tools = {"look": {"type": "object", "properties": properties, "required": ["city", "days"]}}
     tools["stop"] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -64,7 +64,7 @@ def mu_after(events: list[Event], count: int) -> float | None:
     ],
     ids=["greedy", "penalties", "dry and xtc", "grammar", "stop", "logprobs"],
 )
-def test_continued_request_has_the_same_text_as_an_uninterrupted_request(
+def test_continued_request_produces_the_same_text_as_an_uninterrupted_request(
     model: Model, params: dict[str, Any], count: int
 ) -> None:
     whole, _ = run(model, **params)
@@ -90,7 +90,7 @@ def test_each_of_several_completions_continues_its_own_output(model: Model) -> N
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0, "ignore_eos": True}, {"temperature": 0, "stop": (" fox",)}])
-def test_continued_request_with_complete_output_generates_no_token(model: Model, params: dict[str, Any]) -> None:
+def test_continued_request_generates_nothing_when_its_output_is_complete(model: Model, params: dict[str, Any]) -> None:
     whole, _ = run(model, **params)
     again, events = run(model, (resumed(whole, len(whole.tokens)),), **params)
     assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)

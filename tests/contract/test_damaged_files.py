@@ -71,7 +71,7 @@ def test_damaged_file_is_rejected_and_the_process_continues(tmp_path: Path, dama
         manager.close()
 
 
-def test_file_with_damaged_bytes_is_planned_or_rejected(tmp_path: Path) -> None:
+def test_planning_succeeds_or_raises_load_error_when_bytes_are_damaged(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(**SIZES), file_type="F32")
     whole, rng = path.read_bytes(), random.Random(5)
@@ -85,13 +85,13 @@ def test_file_with_damaged_bytes_is_planned_or_rejected(tmp_path: Path) -> None:
             assert plan_in_child("m", path, OPTIONS, None, AvailableMemory({})).footprint.total_bytes > 0
 
 
-def test_plan_is_abandoned_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_is_aborted_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_admission, "TIMEOUT_S", 0.01)
     with pytest.raises(ModelLoadFailed, match=r"planning the load of .*m\.gguf' took longer than 0\.01 s"):
         plan_in_child("m", tmp_path / "m.gguf", OPTIONS, None, AvailableMemory({}))
 
 
-def test_plan_is_abandoned_when_it_needs_too_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_is_aborted_when_it_needs_too_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, Shape(**SIZES), file_type="F32")
     monkeypatch.setattr(memory_admission, "MIN_DATA_BYTES", 1 << 20)

@@ -63,7 +63,9 @@ def texts(model: Model, sampling: SamplingParams) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=3)])
-def test_draft_model_does_not_change_the_texts(manager: ModelManager, twin: str, sampling: SamplingParams) -> None:
+def test_draft_model_does_not_change_the_generated_texts(
+    manager: ModelManager, twin: str, sampling: SamplingParams
+) -> None:
     plain = manager.load("plain", twin, options=options(None))
     drafted = manager.load("drafted", twin, options=options(TINY))
     drafted.engine._core.drafting.gate = Eager(1)  # type: ignore[assignment]
@@ -77,7 +79,7 @@ def test_draft_model_does_not_change_the_texts(manager: ModelManager, twin: str,
     assert not manager.is_loaded("drafted")
 
 
-def test_draft_model_with_another_vocabulary_is_rejected(manager: ModelManager, twin: str, tmp_path: Path) -> None:
+def test_draft_model_with_a_different_vocabulary_is_rejected(manager: ModelManager, twin: str, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     write_model(other, Shape(**SMALL))
     with pytest.raises(ModelLoadFailed, match=r"vocabularies differ \(\w+ with 320 tokens, \w+ with \d+\)"):

@@ -62,7 +62,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 @pytest.mark.parametrize("pooling", ["auto", "mean", "cls", "last", "none"])
-def test_encoder_vectors_equal_the_reference_vectors_in_text_order(
+def test_encoder_vectors_equal_the_reference_vectors_and_keep_the_order_of_texts(
     manager: ModelManager, folder: Path, pooling: Any
 ) -> None:
     model = load(manager, folder / "plain.gguf", pooling=pooling)
@@ -122,7 +122,7 @@ def test_scores_of_a_reranker_equal_the_reference(manager: ModelManager, folder:
     assert np.ptp(expected) > 100 * TOLERANCE
 
 
-def test_one_file_embeds_and_ranks_with_the_same_weights(manager: ModelManager, folder: Path) -> None:
+def test_one_model_file_embeds_and_ranks_with_the_same_weights(manager: ModelManager, folder: Path) -> None:
     model = load(manager, folder / "head.gguf")
     assert model.capabilities == {"embed", "rerank"}
     tokens = model.tokenize("w1 w2")

@@ -52,7 +52,7 @@ def test_missing_cpu_backend_error_contains_the_directory_and_the_remedy(
     assert str(backend_files) in str(caught.value)
 
 
-def test_cpu_backend_has_a_library_with_openmp_and_a_device() -> None:
+def test_cpu_backend_has_a_device_and_a_library_with_openmp() -> None:
     library = ggml_backends.cpu_library()
     assert library.name.startswith("libggml-cpu")
     assert ctypes.CDLL(str(library)).omp_pause_resource_all

@@ -77,7 +77,7 @@ def is_shown(weights: LlamaModel, token: int) -> bool:
 
 @pytest.mark.parametrize("text", GRAMMARS, ids=range(len(GRAMMARS)))
 @pytest.mark.parametrize("seed", range(3))
-def test_grammar_allows_the_tokens_that_llama_cpp_allows(weights: LlamaModel, text: str, seed: int) -> None:
+def test_grammar_allows_the_same_tokens_as_llama_cpp(weights: LlamaModel, text: str, seed: int) -> None:
     random, grammars = Random(seed), weights.grammars
     theirs, ours = Theirs(weights, text), grammars.compile(GrammarSpec("grammar", text)).start()
     every = np.arange(weights.info.n_vocab)

@@ -137,7 +137,7 @@ def test_model_from_the_hub_is_loaded_and_cached(hub: Hub, options: HubOptions) 
     assert resolve(f"hf://{REPO}/tiny.gguf", with_(options, offline=True)).exists()
 
 
-def test_pattern_selects_the_only_match_and_all_parts_of_a_split_model(hub: Hub, options: HubOptions) -> None:
+def test_pattern_selects_its_only_match_or_all_parts_of_a_split_model(hub: Hub, options: HubOptions) -> None:
     for name in ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "README.md"):
         hub.add(name, b"GGUF" + name.encode())
     for part in (1, 2, 3):
@@ -150,7 +150,7 @@ def test_pattern_selects_the_only_match_and_all_parts_of_a_split_model(hub: Hub,
         resolve(f"hf://{REPO}/m-*", options)
     with pytest.raises(ModelLoadFailed, match=r"matches no GGUF file of .*: big-00001-of-00003\.gguf, m-Q4"):
         resolve(f"hf://{REPO}/*Q2*", options)
-    with pytest.raises(ModelLoadFailed, match="requires the hub's list of files"):
+    with pytest.raises(ModelLoadFailed, match="requires the Hub's list of files"):
         resolve(f"hf://{REPO}/*Q2*", with_(options, offline=True))
 
 
@@ -179,7 +179,7 @@ def test_file_with_a_wrong_checksum_is_rejected_and_deleted(hub: Hub, options: H
         (f"hf://{REPO}/nothing.gguf", f"{REPO} has no file 'nothing.gguf'"),
         ("hf://org/nothing/m.gguf", "org/nothing does not exist on the hub, or is private"),
         (f"hf://{REPO}/m.gguf@v9", f"{REPO} has no revision 'v9'"),
-        (f"hf://{REPO}", "does not name a file on the hub; use hf://ORG/REPO/FILE.gguf"),
+        (f"hf://{REPO}", "does not name a file on the Hub; use hf://ORG/REPO/FILE.gguf"),
     ],
 )
 def test_error_names_the_missing_repository_revision_or_file(

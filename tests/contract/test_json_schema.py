@@ -75,6 +75,6 @@ def _ends_of(sampled: SampledTexts, schema: dict[str, Any], seed: int) -> Iterat
         return
 
 
-def test_texts_are_identical_when_their_seed_is_the_same(sampled: SampledTexts) -> None:
+def test_texts_are_identical_when_their_seeds_are_equal(sampled: SampledTexts) -> None:
     form = GrammarSpec("json_schema", json.dumps({"type": "object", "additionalProperties": {"type": "number"}}))
     assert sampled.texts(form, 5, seed=1) == sampled.texts(form, 5, seed=1) != sampled.texts(form, 5, seed=2)

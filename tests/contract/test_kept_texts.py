@@ -48,7 +48,7 @@ def load(manager: ModelManager, name: str, place: dict[str, Any], folder: Path |
     return manager.load(name, "bundled://tiny", options=options, capabilities=["generate"], adapters=PIRATE)
 
 
-def test_text_continues_from_a_file_with_any_number_of_slots_and_layout(manager: ModelManager, tmp_path: Path) -> None:
+def test_text_continues_from_a_state_file_with_any_slot_count_and_layout(manager: ModelManager, tmp_path: Path) -> None:
     model = load(manager, "first", PLACES[0], tmp_path / "first")
     first = model.engine.complete(STORY * 3, max_tokens=20, temperature=0)
     model.evict()  # writes the remaining states to disk

@@ -109,7 +109,7 @@ def test_prefix_is_shared_with_a_request_that_is_still_running(manager: ModelMan
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ram_bytes", [0, 1 << 28])
-def test_preempted_request_has_the_same_text(manager: ModelManager, layout: str, ram_bytes: int) -> None:
+def test_preempted_request_produces_the_same_text(manager: ModelManager, layout: str, ram_bytes: int) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout, cache_ram_bytes=ram_bytes)
     prompts = [STORY * 3 + "The fox", STORY * 2 + "A bear"]
@@ -124,7 +124,7 @@ def test_preempted_request_has_the_same_text(manager: ModelManager, layout: str,
     assert model.engine.snapshot().preemptions >= 3
 
 
-def test_text_is_the_same_when_cells_run_out(manager: ModelManager) -> None:
+def test_text_is_the_same_when_kv_cells_run_out(manager: ModelManager) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=8, kv_layout="unified", n_ctx=1024, cache_ram_bytes=1 << 24)
     prompts = [f"{i} " + STORY * (1 + i % 4) for i in range(16)]
@@ -161,7 +161,7 @@ SHAPES = [Shape, WindowShape, RecurrentShape, HybridShape]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
-def test_every_kind_of_memory_produces_the_same_text_as_an_empty_cache(
+def test_every_memory_type_produces_the_same_text_as_an_empty_cache(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
 ) -> None:
     """Run turns of a conversation, forks and other prompts on fewer slots, with F32 so that rounding has no effect."""
@@ -223,7 +223,9 @@ def test_chat_turn_reuses_the_previous_prompt_even_if_the_answer_changed(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
-def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_path: Path, shape: type[Shape]) -> None:
+def test_sequences_with_every_memory_type_survive_preemption(
+    manager: ModelManager, tmp_path: Path, shape: type[Shape]
+) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, shape(**SMALL), file_type="F32", seed=2)
     cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)

@@ -100,7 +100,7 @@ def test_decode_waits_until_the_device_has_finished(manager: ModelManager, monke
     assert calls == ["llama_decode", "llama_synchronize"] * 3
 
 
-def test_penalties_change_greedy_text_and_ignore_eos_continues(manager: ModelManager) -> None:
+def test_penalties_change_greedy_text_and_ignore_eos_makes_it_longer(manager: ModelManager) -> None:
     model = manager.load("tiny", "bundled://tiny", options=options())
     plain = model.engine.generate("Once upon a time", temperature=0, max_tokens=400)
     assert plain.endswith("The end.")

@@ -106,7 +106,7 @@ def test_completions_of_one_prompt_depend_on_their_seeds(model: Model) -> None:
     assert len(set(alone)) > 1
 
 
-def test_logprobs_belong_to_the_tokens_and_alternatives_are_in_order(model: Model) -> None:
+def test_logprobs_match_the_tokens_and_alternatives_are_in_order(model: Model) -> None:
     done = complete(model, temperature=0, logprobs=3, max_tokens=20)
     assert done.logprobs is not None
     assert tuple(entry.token for entry in done.logprobs) == done.tokens
@@ -129,7 +129,7 @@ def test_logit_bias_can_forbid_and_force_tokens(model: Model) -> None:
         complete(model, logit_bias=((9999, 1.0),))
 
 
-def test_dry_interrupts_a_repetition(model: Model) -> None:
+def test_dry_sampler_interrupts_a_repetition(model: Model) -> None:
     once = STORY + complete(model, temperature=0, max_tokens=30).text
     again = complete(model, f"{once} {STORY}", temperature=0, max_tokens=10)
     assert (once + "x").startswith(STORY + again.text[:10]), "the model does not repeat itself: choose another prompt"
@@ -141,7 +141,7 @@ def test_dry_interrupts_a_repetition(model: Model) -> None:
     "sampling",
     [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 0.5}, {"typical_p": 0.999}, {"dry_multiplier": 1}],
 )
-def test_every_sampler_is_deterministic_for_a_seed(model: Model, sampling: dict[str, Any]) -> None:
+def test_every_sampler_is_deterministic_for_a_given_seed(model: Model, sampling: dict[str, Any]) -> None:
     texts = [complete(model, seed=s, temperature=2.5, max_tokens=40, **sampling).text for s in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 

@@ -51,7 +51,7 @@ def test_take_errors_returns_only_errors_of_the_calling_thread(tmp_path: Path) -
     assert llama_log.take_errors() == ""
 
 
-def test_repacked_weights_count_once() -> None:
+def test_repacked_weights_are_counted_once() -> None:
     load = [
         "load_tensors:   CPU_Mapped model buffer size =   100.00 MiB",
         "load_tensors:   CPU_REPACK model buffer size =    60.00 MiB",
@@ -59,7 +59,7 @@ def test_repacked_weights_count_once() -> None:
     assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": MemoryUse(100 * MIB, mapped_bytes=40 * MIB)}
 
 
-def test_interrupt_during_a_load_is_raised_afterwards() -> None:
+def test_interrupt_during_a_load_is_raised_after_the_load() -> None:
     """Send a signal during llama.cpp's work.
 
     Its log callback receives the signal first, and would drop the exception.

@@ -47,7 +47,7 @@ def in_small_stack(work: Any) -> Any:
 
 @pytest.mark.parametrize("pre", RECURSIVE)
 @pytest.mark.parametrize("part", ["a", "字", "=", "a ", " ", "\n"])
-def test_longest_supported_run_fits_into_the_stack(tmp_path: Path, pre: str, part: str) -> None:
+def test_longest_supported_unbroken_run_fits_on_the_stack(tmp_path: Path, pre: str, part: str) -> None:
     model = vocabulary(tmp_path, pre)
     text = part * (MAX_RUN // 2 // len(part))
     tokens = in_small_stack(lambda: model.tokenize(text))
@@ -91,7 +91,7 @@ def test_long_text_with_breaks_is_tokenized(pre: str) -> None:
         assert PreTokenizer(pre).run(text, lambda: True)
 
 
-def test_common_vocabularies_accept_runs_of_any_length(tmp_path: Path) -> None:
+def test_common_vocabularies_accept_unbroken_runs_of_any_length(tmp_path: Path) -> None:
     model = vocabulary(tmp_path, "gpt-2")
     assert "gpt-2" in ITERATIVE
     assert len(in_small_stack(lambda: model.tokenize("a" * 500_000))) == 500_000

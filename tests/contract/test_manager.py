@@ -120,7 +120,7 @@ def test_unload_waits_while_a_model_without_requests_is_held(manager: ModelManag
     assert not manager.is_leaving(":default")
 
 
-def test_manager_routes_calls_by_id_and_holds_the_model(manager: ModelManager) -> None:
+def test_manager_routes_calls_by_model_id_and_holds_the_model(manager: ModelManager) -> None:
     manager.load("m", TINY, options=OPTIONS)
     greedy = {"temperature": 0}
     assert manager.generate(":default", "Once upon a time", max_tokens=4, **greedy) == ", there was a"
@@ -172,7 +172,7 @@ def test_default_model_changes_during_its_unload_and_is_restored_when_the_unload
     unloading.join(60)
 
 
-def test_unloaded_model_rejects_every_use(manager: ModelManager) -> None:
+def test_unloaded_model_rejects_every_call(manager: ModelManager) -> None:
     model = manager.load("m", TINY, options=OPTIONS)
     tokens = model.tokenize("Once upon a time")
     refused = threading.Event()

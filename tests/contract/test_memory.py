@@ -83,7 +83,7 @@ def load(manager: ModelManager, model_id: str) -> Model:
 @pytest.mark.parametrize("shape_path", SHAPES, indirect=True)
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("capabilities", [("generate",), ("embed",)], ids=["generate", "embed only"])
-def test_plan_differs_from_the_real_memory_by_at_most_a_tenth(
+def test_planned_memory_differs_from_the_memory_used_by_at_most_a_tenth(
     manager: ModelManager, shape_path: Path, cache_type: str, capabilities: tuple[Any, ...]
 ) -> None:
     options = EngineOptions(
@@ -225,7 +225,7 @@ def test_busy_model_is_not_evicted(make_manager: MakeManager) -> None:
     assert sorted(manager.models()) == ["busy", "default"]
 
 
-def test_plan_leaves_nothing_behind_and_does_not_disturb_a_running_model(manager: ModelManager) -> None:
+def test_planning_leaves_nothing_behind_and_does_not_disturb_a_running_model(manager: ModelManager) -> None:
     engine = manager.load("m", TINY, options=OPTIONS, capabilities=["generate"]).engine
     expected = engine.generate("Once upon a time", max_tokens=200, temperature=0)
     footprint_of()
@@ -247,7 +247,7 @@ def test_devices_report_the_memory_of_this_machine() -> None:
     assert (found is None) == (len(devices()) == 1)  # None for a build without GPU support
 
 
-def test_gpu_layers_count_toward_the_memory_of_the_gpu() -> None:
+def test_gpu_layers_count_toward_gpu_memory() -> None:
     load = [f"load_tensors: layer {i:3} assigned to device {'CPU' if i < 2 else 'CUDA0'}, is_swa = 0" for i in range(5)]
     sizes = {"token_embd.weight": 100, "output_norm.weight": 1} | {f"blk.{i}.ffn_up.weight": 10 for i in range(4)}
     assert buffers.planned_weights(load, sizes) == {

@@ -36,7 +36,7 @@ def decode(backend: LlamaBackend, slots: list[int], lengths: list[int]) -> list[
 
 
 @pytest.mark.parametrize("num_requested", [SLOTS, 1])
-def test_slots_read_their_own_rows(backend: LlamaBackend, num_requested: int) -> None:
+def test_slots_read_their_own_output_rows(backend: LlamaBackend, num_requested: int) -> None:
     lengths = [0] * SLOTS
     for slots in STEPS:
         rows = decode(backend, slots, lengths)
@@ -50,7 +50,7 @@ def test_slots_read_their_own_rows(backend: LlamaBackend, num_requested: int) ->
         backend.logits(2)
 
 
-def test_greedy_sampler_never_samples_an_end_token_when_it_is_banned(backend: LlamaBackend) -> None:
+def test_greedy_sampler_never_samples_a_banned_end_token(backend: LlamaBackend) -> None:
     plan, lengths = backend.prepare(SamplingParams(temperature=0)), [0] * SLOTS
     (end,) = list(backend.vocabulary.end_tokens)[:1]
     for _ in range(3):

@@ -85,7 +85,7 @@ def assert_restores(backend: LlamaBackend, portable: bytes, early: bytes, expect
 
 
 @pytest.mark.parametrize("flash", ["on", "off"])
-def test_portable_format_works_with_both_kinds_of_attention_and_quantized_cells(tmp_path: Path, flash: str) -> None:
+def test_portable_format_supports_both_types_of_attention_and_quantized_cells(tmp_path: Path, flash: str) -> None:
     write_model(tmp_path / "m.gguf", Shape(**{**SMALL, "n_embd": 256}), file_type="F32", seed=1)
     values = "q8_0" if flash == "on" else "f16"  # transposed without flash attention
     with closing(LlamaModel(tmp_path / "m.gguf")) as model:
@@ -99,7 +99,7 @@ def test_portable_format_works_with_both_kinds_of_attention_and_quantized_cells(
             np.testing.assert_allclose(logits(backend, 0, 150, TOKENS[150:]), expected, atol=NEAR)
 
 
-def test_identity_depends_on_the_weights_and_the_cell_type(model: LlamaModel) -> None:
+def test_model_identity_depends_on_the_weights_and_the_cell_type(model: LlamaModel) -> None:
     kinds: tuple[dict[str, Any], ...] = ({}, {"cache_type_k": "f16"}, {"flash_attention": "on"})
     identities = []
     for kind in kinds:

@@ -191,7 +191,9 @@ TEXTS = ('"The fox said: the fox said: the fox said', "a: b\n a: b\n a: b", "fox
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("breakers", [(), BREAKERS, ("fox jumps over", "x said")])
-def test_dry_matches_llama_cpp_token_by_token(weights: LlamaModel, text: str, breakers: tuple[str, ...]) -> None:
+def test_dry_sampler_matches_llama_cpp_token_by_token(
+    weights: LlamaModel, text: str, breakers: tuple[str, ...]
+) -> None:
     window = 24
     params = replace(KEEP_ALL, dry_multiplier=2.0, dry_allowed_length=1, dry_sequence_breakers=breakers)
     params = replace(params, dry_penalty_last_n=window)

@@ -159,7 +159,7 @@ def assert_same_logprobs(left: Completion, right: Completion) -> None:
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_resumed_mirostat_continues_from_its_state_with_drafts(side: Side) -> None:
+def test_mirostat_resumes_from_its_state_when_there_are_drafts(side: Side) -> None:
     at = list(CASES).index("mirostat")
     told: list[Event] = []
     whole = side.guessing.engine.submit(side.requests[at], told.append).result(PATIENCE_S)

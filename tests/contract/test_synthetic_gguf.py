@@ -31,5 +31,5 @@ def test_benchmark_shape_has_174_million_parameters() -> None:
 
 
 def test_invalid_synthetic_shape_is_rejected() -> None:
-    with pytest.raises(ValueError, match="n_head must divide n_embd"):
+    with pytest.raises(ValueError, match="n_embd must be divisible by n_head"):
         Shape(n_embd=65)

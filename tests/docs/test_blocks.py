@@ -126,7 +126,7 @@ def write(block: Block, folder: Path, page: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_code_blocks_on_the_page_run(
+def test_code_blocks_on_the_page_run_without_errors(
     page: Path, worker: WorkerProcess, redis_server: RedisServer, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     blocks = blocks_of(page)

@@ -96,7 +96,7 @@ def statuses(page: Page) -> list[int]:
     return [status for _, status in page.streams]
 
 
-def test_fastapi_page_shows_each_token_once_when_its_stream_is_cut(
+def test_fastapi_page_shows_each_token_once_when_its_stream_is_interrupted(
     fastapi_site: Site, page: Page, worker: WorkerProcess
 ) -> None:
     with cuttable(fastapi_site) as proxy, Client() as client:
@@ -150,7 +150,7 @@ def site(request: pytest.FixtureRequest) -> tuple[str, Site]:
     return request.param, request.getfixturevalue(f"{request.param}_site")
 
 
-def test_event_source_receives_each_event_once_and_stops_when_the_page_never_closes_it(
+def test_event_source_receives_each_event_once_and_stops_even_if_the_page_never_closes_it(
     site: tuple[str, Site], page: Page, worker: WorkerProcess
 ) -> None:
     name, server = site

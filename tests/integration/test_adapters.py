@@ -101,7 +101,7 @@ def test_adapter_in_use_is_unloaded_after_its_last_job(worker: WorkerProcess, cl
 
 
 @pytest.mark.usefixtures("worker")
-def test_adapter_commands_report_mistakes(client: Client, name: str) -> None:
+def test_adapter_commands_report_invalid_arguments(client: Client, name: str) -> None:
     for arguments, message in (
         ((name, "x", "/nowhere.gguf"), "adapter 'x': '/nowhere.gguf' does not exist"),
         ((name, "x", "bundled://tiny"), "is not an adapter"),
@@ -109,7 +109,7 @@ def test_adapter_commands_report_mistakes(client: Client, name: str) -> None:
     ):
         with pytest.raises(JobFailed, match=message):
             client.load_adapter(*arguments, timeout=PATIENCE_S)
-    with pytest.raises(UnknownModel, match="no running worker has a model 'nobody'"):
+    with pytest.raises(UnknownModel, match="no running worker serves the model 'nobody'"):
         client.load_adapter("nobody", "x", PIRATE)
     with pytest.raises(JobFailed, match="adapter 'aske' is not loaded for this model; did you mean 'asked'"):
         client.generate(name, STORY, adapters=["aske"]).result(PATIENCE_S)

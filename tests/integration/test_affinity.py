@@ -98,7 +98,7 @@ def test_worker_takes_another_job_when_it_leaves_a_job_to_the_prefix_holder(flee
     assert fleet.take("one") == ["a2"]
 
 
-def test_job_is_taken_when_the_holder_of_its_prefix_was_busy_for_too_long(fleet: NearFleet) -> None:
+def test_job_is_taken_when_the_holder_of_its_prefix_has_been_busy_for_too_long(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a")
@@ -147,7 +147,7 @@ def test_job_is_taken_immediately_when_the_holder_of_its_prefix_has_left(fleet: 
     assert fleet.take("two") == ["a2"]
 
 
-def test_worker_record_expires_unless_the_worker_reports(fleet: NearFleet) -> None:
+def test_worker_record_expires_unless_the_worker_renews_it(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     (key,) = fleet.redis.keys("*:prefixes:one")
@@ -157,7 +157,7 @@ def test_worker_record_expires_unless_the_worker_reports(fleet: NearFleet) -> No
     assert fleet.redis.ttl(key) <= 20  # type: ignore[operator]
 
 
-def test_prefixes_of_other_scopes_do_not_count(fleet: NearFleet) -> None:
+def test_prefixes_in_other_scopes_are_ignored(fleet: NearFleet) -> None:
     fleet.submit("a1", "a", cache_scope="acme", fairness_key="")
     assert fleet.take("one") == ["a1"]
     fleet.submit("a2", "a", cache_scope="other", fairness_key="")
@@ -177,13 +177,13 @@ def test_worker_forgets_prefixes_that_no_longer_fit_into_its_cache(fleet: NearFl
         fleet.take("two")
 
 
-def test_key_with_the_least_service_is_served_first(fleet: NearFleet) -> None:
+def test_fairness_key_with_the_least_service_is_served_first(fleet: NearFleet) -> None:
     for job_id, key in (("a1", "large"), ("a2", "large"), ("b1", "small")):
         fleet.submit(job_id, job_id[0], fairness_key=key)
     assert [fleet.take("one") for _ in range(3)] == [["a1"], ["b1"], ["a2"]]
 
 
-def test_jobs_without_hashes_are_taken_in_order(fleet: NearFleet) -> None:
+def test_jobs_without_prefix_hashes_are_taken_in_order(fleet: NearFleet) -> None:
     for number in range(5):
         fleet.submit(f"job{number}", "x", length=100)
     assert fleet.take("one", page=8) == ["job0", "job1"]  # a page is at most an eighth of a list
@@ -199,7 +199,7 @@ def test_worker_without_affinity_takes_jobs_in_order(fleet: NearFleet) -> None:
     assert fleet.take(None) == ["a2"]
 
 
-def test_page_excludes_jobs_left_to_other_workers(fleet: NearFleet) -> None:
+def test_page_of_jobs_excludes_jobs_left_to_other_workers(fleet: NearFleet) -> None:
     fleet.submit("a1", "a")
     assert fleet.take("one") == ["a1"]
     for number in range(2, 18):

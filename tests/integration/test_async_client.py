@@ -100,7 +100,7 @@ def test_async_client_supports_hundreds_of_concurrent_readers(worker: WorkerProc
         with_client(body)
 
 
-def test_async_client_raises_different_errors_for_cancel_and_timeout(worker: WorkerProcess) -> None:
+def test_async_client_raises_different_errors_for_cancellation_and_timeout(worker: WorkerProcess) -> None:
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", **LONG)
         with pytest.raises(JobTimeout, match="but continues"):
@@ -123,7 +123,7 @@ def test_async_client_rejects_bad_input_immediately() -> None:
     with_client(body)
 
 
-def test_job_is_cancelled_when_the_reader_scope_is_cancelled_repeatedly() -> None:
+def test_job_is_cancelled_when_its_readers_scope_is_cancelled_repeatedly() -> None:
     """Web frameworks on anyio cancel every await, including those of the cleanup, when their client disconnects."""
 
     async def body(client: AsyncClient) -> None:

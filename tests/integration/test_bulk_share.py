@@ -32,7 +32,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer, 
     process.stop()
 
 
-def test_bulk_job_ends_while_interactive_jobs_wait(worker: WorkerProcess, model: str) -> None:
+def test_bulk_job_finishes_while_interactive_jobs_wait(worker: WorkerProcess, model: str) -> None:
     with worker.slowed():
         interactive = [generate.delay(model, STORY, **MEDIUM) for _ in range(NUM_INTERACTIVE)]
         wait_until(lambda: worker.engine()["slots_decoding"] == 2, "interactive jobs in all slots")

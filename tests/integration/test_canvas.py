@@ -94,7 +94,7 @@ def test_job_result_becomes_the_prompt_of_the_next_step(story: str) -> None:
     assert steps.apply_async().get(timeout=PATIENCE_S)["text"] == continued
 
 
-def test_group_within_a_chain_and_canvas_within_a_task_complete(users: Any) -> None:
+def test_group_in_a_chain_and_canvas_in_a_task_complete(users: Any) -> None:
     steps = chain(users.echo.s(STORY), group(generate.s(model="tiny", **SHORT) for _ in range(2)), users.length.s())
     assert steps.apply_async().get(timeout=PATIENCE_S) == 2
     within = users.asks_within.delay(["a", "b"]).get(timeout=PATIENCE_S)
@@ -117,7 +117,7 @@ def test_link_receives_the_result_and_link_error_receives_the_failure(
     wait_until(lambda: redis_client.get(f"test:failed:{bad.id}"), "the errback")
 
 
-def test_nested_steps_follow_the_routes_of_their_app(users: Any, redis_client: Redis, story: str) -> None:
+def test_nested_steps_use_the_routes_of_their_app(users: Any, redis_client: Redis, story: str) -> None:
     """The app's worker reads none of the queues that cellama's workers know."""
     job = generate.s("tiny", STORY, **SHORT)
     told = chain(job, users.text_of.s())
@@ -190,7 +190,9 @@ def test_apply_async_options_behave_as_in_celery(worker: WorkerProcess, story: s
     assert generate.apply_async(("tiny", STORY), SHORT, **options).get(timeout=PATIENCE_S)["text"] == story
 
 
-def test_job_is_sent_to_cellamas_redis_when_the_producer_has_another_broker(worker: WorkerProcess, story: str) -> None:
+def test_job_is_sent_to_cellamas_redis_when_the_producer_uses_a_different_broker(
+    worker: WorkerProcess, story: str
+) -> None:
     with Celery("other", broker="memory://").producer_pool.acquire(block=True) as producer:
         job = generate.apply_async(("tiny", STORY), SHORT, producer=producer)
     assert job.get(timeout=PATIENCE_S)["text"] == story
@@ -203,7 +205,7 @@ def test_expired_job_is_revoked(worker: WorkerProcess, events_of: EventsOf) -> N
     assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
 
 
-def test_code_blocks_on_the_canvas_page_run(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_blocks_on_the_canvas_page_run_without_errors(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first, *blocks = users.BLOCKS
     assert "def load" in first
     for block in blocks:

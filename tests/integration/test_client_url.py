@@ -68,7 +68,7 @@ def test_client_with_a_url_ignores_the_redis_of_the_settings(elsewhere: str) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_client_with_a_url_controls_the_workers_of_that_redis(elsewhere: str) -> None:
+def test_client_with_a_url_controls_the_workers_of_the_redis_at_that_url(elsewhere: str) -> None:
     with Client(elsewhere) as client:
         assert [(model["id"], model["status"]) for model in client.models()] == [("other", "ready")]
         client.load_adapter("other", "pirate", "bundled://pirate", scale=0)

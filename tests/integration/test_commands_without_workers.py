@@ -78,7 +78,7 @@ def test_metrics_once_option_fails_without_redis(
     assert (f"cellama_up {is_up:.1f}" in told.stdout, told.exit_code) == (True, code)
 
 
-def test_gateway_reports_a_remedy_when_its_port_is_taken() -> None:
+def test_gateway_suggests_a_remedy_when_its_port_is_taken() -> None:
     refused = cellama("gateway", "--host", "192.0.2.1")  # no machine has this address (RFC 5737)
     assert isinstance(refused.exception, PortTaken)
     assert "port 8000 on 192.0.2.1 can't be opened" in str(refused.exception)
@@ -103,7 +103,7 @@ def test_cancel_reports_its_effect_and_status_shows_the_cancelled_job(unserved: 
     assert (again.exit_code, json.loads(again.output)["cancelled"]) == (1, False)
 
 
-def test_cancel_rejects_an_unknown_id_and_changes_no_other_job(unserved: str) -> None:
+def test_cancel_rejects_an_unknown_id_and_does_not_affect_other_jobs(unserved: str) -> None:
     first, second = ids_of(unserved)
     assert isinstance(cellama("cancel", first, "nonsense").exception, UnknownJob)
     assert ids_of(unserved) == [first, second]
@@ -168,7 +168,7 @@ def test_runs_with_a_common_id_prefix_are_distinguished(redis_client: Redis) -> 
     assert all(name[: len("batch_") + 8] in shown for name in ids)
 
 
-def test_run_of_a_gateway_shows_no_file_paths_of_its_machine(redis_client: Redis) -> None:
+def test_batch_commands_show_no_file_paths_from_the_gateways_machine(redis_client: Redis) -> None:
     name = f"batch_{uuid.uuid4().hex}"
     Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
     redis_client.hset(batch_key(name), "at", time.time() - 2 * ALIVE_S)
@@ -194,7 +194,7 @@ def test_run_that_failed_to_start_is_not_listed(redis_server: object, tmp_path: 
     assert str(tmp_path) not in cellama("batch", "list", "--json").output
 
 
-def test_misspelled_model_is_rejected_immediately_without_leftovers(live_worker: str, tmp_path: Path) -> None:
+def test_misspelled_model_is_rejected_immediately_and_leaves_nothing_behind(live_worker: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     argv = ("batch", "run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
     refused = cellama(*argv, "-m", f"{live_worker}x")

@@ -48,14 +48,16 @@ def killed_in_mid_stream(worker: WorkerProcess, model: str, redis: Redis, **para
     return job
 
 
-def test_constrained_job_of_a_killed_worker_resumes_exactly_on_a_worker_with_its_version(
+def test_constrained_job_of_a_killed_worker_resumes_exactly_on_a_worker_with_the_same_llguidance(
     start_worker: StartWorker, model: str, redis_client: Redis, other_version: str
 ) -> None:
     first = start_worker(lease_s=3)
     undisturbed = generate.delay(model, STORY, **WORDS).get(timeout=PATIENCE_S)["text"]
     job = killed_in_mid_stream(first, model, redis_client, **WORDS)
     other = start_worker(lease_s=3, python_path=other_version)
-    wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "an attempt of the other version")
+    wait_until(
+        lambda: f"job handed over to another worker (job_id={job.id})" in other.log(), "an attempt of the other version"
+    )
     same = start_worker(lease_s=3)
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     told = read(redis_client, job.id)
@@ -68,13 +70,15 @@ def test_constrained_job_of_a_killed_worker_resumes_exactly_on_a_worker_with_its
     assert other.engine_now()["generated_tokens"] == 0
 
 
-def test_constrained_job_fails_when_no_worker_has_its_version(
+def test_constrained_job_fails_when_no_worker_has_its_llguidance_version(
     start_worker: StartWorker, model: str, redis_client: Redis, other_version: str
 ) -> None:
     first = start_worker(lease_s=3)
     job = killed_in_mid_stream(first, model, redis_client, **WORDS)
     other = start_worker(lease_s=3, python_path=other_version)
-    wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "an attempt of the other version")
+    wait_until(
+        lambda: f"job handed over to another worker (job_id={job.id})" in other.log(), "an attempt of the other version"
+    )
     forget(redis_client, first)
     with pytest.raises(JobFailed, match=f"started with llguidance {llguidance_version()}, which no worker") as caught:
         job.get(timeout=PATIENCE_S)
@@ -84,7 +88,7 @@ def test_constrained_job_fails_when_no_worker_has_its_version(
     assert (end["type"], end["code"]) == ("error", "grammar_changed")
 
 
-def test_unconstrained_job_continues_with_any_version(
+def test_unconstrained_job_continues_with_any_llguidance_version(
     start_worker: StartWorker, model: str, redis_client: Redis, other_version: str
 ) -> None:
     first = start_worker(lease_s=3)
@@ -108,7 +112,7 @@ def test_chat_with_tools_is_constrained(worker: WorkerProcess, redis_client: Red
         assert [begun[name] for name in ("llguidance",) if name in begun] == recorded
 
 
-def test_constrained_job_of_a_version_without_llguidance_fails(
+def test_constrained_job_fails_when_its_earlier_attempt_had_no_llguidance_version(
     start_worker: StartWorker, worker: WorkerProcess, model: str, redis_client: Redis
 ) -> None:
     """An unconstrained job continues although another version sampled its first tokens."""

@@ -80,7 +80,7 @@ def test_invalid_context_counts_as_missing(redis_client: Redis, value: bytes) ->
     assert read_context(redis_client, key, MODEL, 60) is None
 
 
-def test_damaged_context_counts_as_missing_or_contains_other_tokens(redis_client: Redis) -> None:
+def test_damaged_context_counts_as_missing_or_contains_different_tokens(redis_client: Redis) -> None:
     """A reader recomputes the key, so it detects wrong tokens and ignores them."""
     key, kept, randomly = new_key(), context(1500), random.Random(1)
     whole = pack(kept)

@@ -56,7 +56,7 @@ def test_celery_revoke_with_terminate_cancels_a_running_job(
         assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
 
 
-def test_celery_revoke_is_stored_for_jobs_of_plain_celery(
+def test_celery_revoke_is_stored_for_jobs_sent_by_plain_celery(
     worker: WorkerProcess, plain: Celery, unserved: str, redis_client: Redis
 ) -> None:
     job = plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))

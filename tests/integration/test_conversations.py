@@ -39,7 +39,7 @@ def tokens_of(result: Any) -> tuple[list[int], list[int]]:
     return result["context_tokens"][:num_prompt], result["tokens"]
 
 
-def test_conversation_by_parent_key_equals_the_same_conversation_by_token_ids() -> None:
+def test_conversation_with_parent_keys_equals_the_same_conversation_with_token_ids() -> None:
     key, before = None, []
     for question in QUESTIONS:
         turn = [{"role": "user", "content": question}]
@@ -53,7 +53,7 @@ def test_conversation_by_parent_key_equals_the_same_conversation_by_token_ids() 
         key, before = result["finish_key"], result["context_tokens"]
 
 
-def test_second_turn_equals_the_rendered_template_of_both_turns() -> None:
+def test_second_turn_has_the_same_tokens_as_the_rendered_conversation() -> None:
     turns = [{"role": "user", "content": question} for question in QUESTIONS[:2]]
     first = run(chat, turns[:1])
     by_key = run(chat, turns[1:], parent_key=first["finish_key"], return_tokens=True)
@@ -62,7 +62,7 @@ def test_second_turn_equals_the_rendered_template_of_both_turns() -> None:
     assert by_key["finish_key"] == by_messages["finish_key"]  # the key depends only on the tokens
 
 
-def test_text_continues_from_finish_keys_of_results_events_and_choices(events_of: EventsOf) -> None:
+def test_text_continues_from_finish_keys_in_results_events_and_choices(events_of: EventsOf) -> None:
     job = generate.delay("tiny", STORY, max_tokens=12, n=2, return_tokens=True)
     result = job.get(timeout=PATIENCE_S)
     assert events_of(job.id)[-1]["finish_key"] == result["finish_key"]
@@ -103,7 +103,7 @@ def kept_elsewhere(redis: Redis, fingerprint: str, scope: str = "") -> tuple[str
     return key, list(tokens)
 
 
-def test_context_is_prefilled_again_when_the_kv_cache_type_differs(client: Client, redis_client: Redis) -> None:
+def test_context_is_prefilled_again_when_the_kv_cache_type_has_changed(client: Client, redis_client: Redis) -> None:
     (model,) = client.models()
     key, tokens = kept_elsewhere(redis_client, model["fingerprint"], "cells")
     result = run(generate, " and", parent_key=key, cache_scope="cells", return_tokens=True, max_tokens=4)
@@ -184,7 +184,7 @@ def test_chats_reuse_the_prefilled_system_message() -> None:
 def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
     with pytest.raises(UnknownModel):
         client.cached_prefix("no such model", "Hi")
-    with pytest.raises(InvalidJob, match="give either prompt"):
+    with pytest.raises(InvalidJob, match="pass either prompt"):
         client.cached_prefix("tiny")
     with pytest.raises(JobFailed, match="limit is 100000"):
         client.cached_prefix("tiny", "x" * 100_001)
@@ -193,7 +193,7 @@ def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
     assert client.last_cache_hit("tiny").keys() == {worker.name for worker in client.workers()}
 
 
-def test_command_line_prefills_and_continues() -> None:
+def test_command_line_prefills_and_continues_a_context() -> None:
     command = ["prefill", "tiny", HEAD, "--cache-scope", "cli"]
     told = CliRunner().invoke(app, [*command, "--json"])
     read = json.loads(told.stdout)

@@ -68,7 +68,7 @@ def test_urgent_job_finishes_while_bulk_jobs_fill_the_worker(
     assert len(texts) == 1
 
 
-def test_cancel_takes_effect_when_a_worker_starts_later(
+def test_cancellation_takes_effect_when_a_worker_starts_later(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
     first = start_worker(lease_s=3)
@@ -88,7 +88,7 @@ def test_cancel_takes_effect_when_a_worker_starts_later(
 
 
 @pytest.mark.parametrize("how", ["cancel", "revoke"])
-def test_cancel_of_an_unserved_job_takes_effect_immediately(how: str, redis_client: Redis) -> None:
+def test_cancelling_an_unserved_job_takes_effect_immediately(how: str, redis_client: Redis) -> None:
     with Client() as client:
         job = client.generate(NOBODY, STORY, wait=True)
         if how == "cancel":
@@ -104,7 +104,7 @@ def test_cancel_of_an_unserved_job_takes_effect_immediately(how: str, redis_clie
 
 
 @pytest.mark.usefixtures("worker")
-def test_timeout_applies_to_jobs_that_no_worker_took() -> None:
+def test_timeout_applies_to_jobs_that_no_worker_has_taken() -> None:
     with Client() as client:
         late = client.generate(NOBODY, STORY, wait=True, timeout=0.5)
         texts = client.embed(NOBODY, "text", wait=True, timeout=0.5)
@@ -155,7 +155,7 @@ def test_stream_of_an_unknown_job_raises_unknown_job() -> None:
         client.position("nothing")
 
 
-def test_stream_sends_pings_with_the_position_while_the_job_waits() -> None:
+def test_stream_sends_pings_with_the_queue_position_while_the_job_waits() -> None:
     with Client() as client:
         jobs = [client.generate(NOBODY, STORY, wait=True) for _ in range(2)]
         stream = jobs[1].stream(ping=0.1)
@@ -168,7 +168,7 @@ def test_stream_sends_pings_with_the_position_while_the_job_waits() -> None:
         assert [event for event in stream if event["type"] != "ping"][-1]["finish_reason"] == "cancelled"
 
 
-def test_closed_stream_cancels_the_job_only_when_requested(worker: WorkerProcess, redis_client: Redis) -> None:
+def test_closing_a_stream_cancels_its_job_only_when_requested(worker: WorkerProcess, redis_client: Redis) -> None:
     async def leave(job_id: str) -> None:
         async with AsyncClient() as client:
             stream = client.stream(job_id, cancel_on_exit=True)

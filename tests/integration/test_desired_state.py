@@ -19,7 +19,7 @@ def source(record: DesiredStateRecord) -> str | None:
     return found[0].model.source if found is not None and found[0].model is not None else None
 
 
-def test_concurrent_writes_of_desired_state_leave_one_value(redis_client: Redis) -> None:
+def test_concurrent_writes_leave_one_desired_state(redis_client: Redis) -> None:
     pool = f"p{uuid.uuid4().hex[:8]}"
     records = [DesiredStateRecord(redis_client, pool, f"w{number}@{pool}") for number in range(8)]
 

@@ -93,6 +93,6 @@ def test_end_notification_is_sent_for_a_job_that_redis_lost(ledger: Ledger, data
     assert sent(redis_client) == [announcement("response.failed", "resp_1", "acme")]
 
 
-def test_end_notification_is_not_sent_without_a_request(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_end_notification_is_not_sent_unless_requested(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, begin(ledger, job_id), STARTED, DONE)
     assert sent(redis_client) == []

@@ -61,7 +61,7 @@ def recover(redis: Redis, job_id: str) -> None:
     assert redis.zscore(due_key(), job_id) is None
 
 
-def test_next_step_is_sent_once_wherever_the_worker_died(unserved: str, redis_client: Redis) -> None:
+def test_next_step_is_sent_once_regardless_of_when_the_worker_died(unserved: str, redis_client: Redis) -> None:
     for has_sent in (False, True):
         link, following = step("link", unserved), step("next", unserved)
         result = (generate.s(unserved, "Hi").set(link=link) | following).apply_async()
@@ -76,7 +76,9 @@ def test_next_step_is_sent_once_wherever_the_worker_died(unserved: str, redis_cl
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_errback_is_sent_wherever_the_worker_died(unserved: str, redis_client: Redis, is_stored: bool) -> None:
+def test_errback_is_sent_regardless_of_when_the_worker_died(
+    unserved: str, redis_client: Redis, is_stored: bool
+) -> None:
     job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
     end(redis_client, unserved, job.id, events.error("x", "y", False))
     if is_stored:
@@ -87,7 +89,7 @@ def test_errback_is_sent_wherever_the_worker_died(unserved: str, redis_client: R
 
 
 @pytest.mark.parametrize("has_stored", [False, True])
-def test_chord_completes_when_the_worker_of_its_last_part_died(
+def test_chord_completes_when_the_worker_that_ran_its_last_part_died(
     unserved: str, redis_client: Redis, has_stored: bool
 ) -> None:
     parts = [generate.s(unserved, text).set(task_id=str(uuid.uuid4())) for text in ("Hi", "Ho")]
@@ -104,7 +106,7 @@ def test_chord_completes_when_the_worker_of_its_last_part_died(
 
 
 @pytest.mark.parametrize("body_has_run", [False, True])
-def test_chord_completes_once_when_the_worker_died_while_sending_the_body(
+def test_chord_completes_once_when_the_worker_died_while_sending_the_chord_body(
     unserved: str, redis_client: Redis, body_has_run: bool
 ) -> None:
     """The dead worker has claimed the body, so no other worker may send it until the claim expires."""
@@ -186,7 +188,7 @@ def test_failing_settlement_does_not_delay_other_settlements(unserved: str, redi
     redis_client.zrem(due_key(), wrong)
 
 
-def test_purged_jobs_have_the_result_that_celery_stores(unserved: str, redis_client: Redis) -> None:
+def test_purged_jobs_have_the_same_result_that_celery_stores(unserved: str, redis_client: Redis) -> None:
     before, behind = app.backend.value_around_id(TaskRevokedError("cancelled"), "REVOKED")
     job = generate.delay(unserved, "Hi")
     app.control.revoke(job.id)

@@ -48,7 +48,7 @@ def ended(client: Client) -> str:
     return job.id
 
 
-def test_stream_after_the_last_event_yields_nothing(read: Read, ended: str) -> None:
+def test_stream_that_starts_after_the_last_event_yields_nothing(read: Read, ended: str) -> None:
     events = read(ended)
     assert events[-1]["type"] == "done"
     last = events[-1]["seq"]

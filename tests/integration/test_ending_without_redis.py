@@ -94,7 +94,7 @@ def test_remote_control_waits_until_redis_is_back(server: RedisServer, sends: st
         send()
 
 
-def test_heartbeat_on_a_lost_connection_does_not_block_the_exit(server: RedisServer) -> None:
+def test_heartbeat_on_a_lost_connection_does_not_block_worker_exit(server: RedisServer) -> None:
     """Celery's event loop sends the heartbeat in this way before it detects that the worker is stopping."""
     app = make_app(server.url)
     with app.connection_for_write() as connection:

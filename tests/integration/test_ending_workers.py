@@ -59,7 +59,7 @@ def test_worker_does_not_end_its_job_when_a_restored_redis_denies_ownership(
 
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0, 1), (60, 2)])
-def test_stopping_worker_hands_its_jobs_back(
+def test_worker_hands_its_jobs_back_when_it_stops(
     start_worker: StartWorker, model: str, redis_client: Redis, drain_s: int, num_signals: int
 ) -> None:
     first = start_worker(drain_s=drain_s)
@@ -84,7 +84,7 @@ def test_stopping_worker_hands_its_jobs_back(
     assert "Traceback" not in first.log()
 
 
-def test_stopping_worker_finishes_short_jobs(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
+def test_worker_finishes_short_jobs_when_it_stops(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     worker = start_worker()
     with worker.slowed():
         jobs = [generate.delay(model, STORY, **MEDIUM) for _ in range(4)]
@@ -183,7 +183,9 @@ def test_job_of_a_stopped_worker_waits_for_a_worker_with_the_same_weights(
         first.process.terminate()
         assert first.process.wait(PATIENCE_S) == 0, first.log()
     assert first.process.pid not in [worker.pid for worker in live_workers(redis_client)]
-    wait_until(lambda: f"job handed over (job_id={job.id})" in other.log(), "an attempt of the other worker")
+    wait_until(
+        lambda: f"job handed over to another worker (job_id={job.id})" in other.log(), "an attempt of the other worker"
+    )
     start_worker()
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)

@@ -66,7 +66,7 @@ def test_generate_many_returns_results_in_the_order_of_the_prompts(client: Clien
     assert together == [client.generate("tiny", p, max_tokens=8, **GREEDY).result(PATIENCE_S)["text"] for p in prompts]
 
 
-def test_chat_many_and_embed_many_equal_single_calls(client: Client) -> None:
+def test_chat_many_and_embed_many_return_the_same_results_as_single_calls(client: Client) -> None:
     conversation = [{"role": "user", "content": "What do bees make?"}]
     chats = client.chat_many("tiny", [conversation, conversation], **GREEDY)
     embedded = client.embed_many("tiny", ["a", ["b", "c"]])
@@ -128,7 +128,7 @@ def test_bulk_submission_message_equals_the_message_that_celery_sends(unserved: 
     assert "Hi" not in json.dumps([single["headers"], many["headers"]])
 
 
-def test_bulk_submission_names_all_invalid_jobs_and_queues_nothing(unserved: str, redis_client: Redis) -> None:
+def test_bulk_submission_reports_all_invalid_jobs_and_queues_nothing(unserved: str, redis_client: Redis) -> None:
     calls: list[Any] = [((unserved, "Hi"), {}), ((unserved, ""), {}), ((unserved, "Hi"), {"top_k": -1})]
     with pytest.raises(InvalidJob, match=r"job 1, 3-4: prompt is ''.*; job 2: top_k is -1"):
         generate.apply_many([*calls, calls[1], calls[1]])
@@ -136,7 +136,7 @@ def test_bulk_submission_names_all_invalid_jobs_and_queues_nothing(unserved: str
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
 
 
-def test_error_joins_neighbouring_indexes_into_ranges() -> None:
+def test_error_shows_adjacent_indexes_as_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
@@ -171,7 +171,7 @@ def test_task_sent_events_are_published_for_bulk_submissions(unserved: str, redi
     assert "a secret" not in json.dumps(events)
 
 
-def test_task_sent_events_pause_while_no_monitor_is_subscribed(unserved: str, redis_client: Redis) -> None:
+def test_task_sent_events_are_not_published_while_no_monitor_is_subscribed(unserved: str, redis_client: Redis) -> None:
     jobs = generate.check_many([((unserved, "Hi"), {})] * 4 * PAGE_JOBS)
     ledger = Watched(redis_client)
     assert list(enqueue(app, ledger, jobs, generate._publish, generate._template_key(is_bulk=True))) == [True] * len(
@@ -192,7 +192,7 @@ def test_task_sent_events_resume_when_a_monitor_subscribes(unserved: str, redis_
         assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1, 1, PAGE_JOBS]
 
 
-def test_lost_message_of_a_bulk_submission_is_queued_again_unchanged(unserved: str, redis_client: Redis) -> None:
+def test_lost_message_from_a_bulk_submission_is_queued_again_unchanged(unserved: str, redis_client: Redis) -> None:
     options = {"link": generate.si(unserved, "Ho"), "countdown": 60, "headers": {"own": 1}, "time_limit": 99}
     generate.apply_async((unserved, "Hi"), {"seed": 5}, **options)
     key = queue_key(queue_name(unserved), 3)
@@ -226,7 +226,7 @@ def test_page_rejected_by_redis_raises_an_error(redis_client: Redis, unserved: s
     redis_client.delete(queue_key(queue_name(unserved), 3), job_key("any"))
 
 
-def test_failed_bulk_submission_leaks_no_connection(redis_client: Redis, unserved: str) -> None:
+def test_failed_bulk_submission_does_not_leak_connections(redis_client: Redis, unserved: str) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no more messages")
 
@@ -256,7 +256,7 @@ def test_idempotency_key_belongs_to_one_payload_per_task_and_scope(unserved: str
     assert len({first.id, *(other.id for other in others)}) == 4
 
 
-def test_message_from_a_template_differs_only_in_its_own_values(unserved: str, redis_client: Redis) -> None:
+def test_messages_from_a_template_differ_only_in_values_of_their_job(unserved: str, redis_client: Redis) -> None:
     for prompt in ("One", "Two"):  # the second message is made like the first one
         generate.delay(unserved, prompt, max_tokens=3)
     generate.apply_async((unserved, "Three"), {"max_tokens": 3}, retries=0)  # built by Celery

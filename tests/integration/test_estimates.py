@@ -222,7 +222,7 @@ def test_estimate_of_the_second_job_is_within_a_factor_of_one_and_a_half(redis: 
     assert 1 / 1.5 <= (fourth.said.eta_s or 0) / fourth.waited_s <= 1.5
 
 
-def test_estimate_without_history_is_unknown_until_the_first_tokens(cluster: Cluster) -> None:
+def test_estimate_without_history_is_unknown_until_the_first_tokens_arrive(cluster: Cluster) -> None:
     for _ in range(2 * cluster.slots):
         cluster.submit(100)
     unknown = cluster.submit(100).said

@@ -102,21 +102,21 @@ def jain(values: Iterable[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
 
-def test_small_tenant_gets_half_although_a_large_tenant_has_a_hundred_times_as_many_jobs(fleet: Fleet) -> None:
+def test_small_tenant_gets_half_of_the_service_when_a_large_tenant_has_100_times_as_many_jobs(fleet: Fleet) -> None:
     fleet.submit("large", 300)
     fleet.submit("small", 3)
     assert Counter(fleet.served(6)) == {"large": 3, "small": 3}
     assert fleet.served(3) == ["large"] * 3  # nobody waits for the small tenant
 
 
-def test_jobs_of_one_key_are_served_in_order(fleet: Fleet) -> None:
+def test_jobs_with_the_same_fairness_key_are_served_in_order(fleet: Fleet) -> None:
     fleet.submit("", 20)
     jobs = list(fleet.keys)
     assert [fleet.take().taken.job_id for _ in jobs] == jobs
     assert not fleet.redis.exists(backlog_key(fleet.key), shares_key(fleet.key) + "\0")
 
 
-def test_share_counts_computed_tokens_of_ended_jobs(fleet: Fleet) -> None:
+def test_share_is_computed_from_the_tokens_of_ended_jobs(fleet: Fleet) -> None:
     fleet.submit("long", 50)
     fleet.submit("short", 150)
     fleet.run(1, 4000, lambda key: 90 if key == "long" else 30)
@@ -134,7 +134,7 @@ def test_cached_prompt_tokens_are_free(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("source", ["setting", "Redis"])
-def test_weights_divide_the_service(
+def test_service_is_divided_according_to_weights(
     redis: Redis, queue: str, settings_environment: Callable[..., None], source: str
 ) -> None:
     weights: Mapping[str, float] = {"a": 3, "": 2}
@@ -186,7 +186,7 @@ def waiting_jobs(fleet: Fleet) -> list[str]:
     return [member.decode().partition("\0")[2][17:] for member in members]
 
 
-def test_returned_job_is_next_again(fleet: Fleet) -> None:
+def test_job_that_is_handed_back_is_next_again(fleet: Fleet) -> None:
     fleet.submit("a", 2)
     fleet.submit("b", 2)
     first = fleet.take()
@@ -214,7 +214,7 @@ def test_service_difference_between_backlogged_tenants_stays_bounded(fleet: Flee
     assert max(differences) <= 2 * (num_workers + 1) * 100
 
 
-def test_position_is_exact_with_one_key(fleet: Fleet) -> None:
+def test_queue_position_is_exact_with_one_key(fleet: Fleet) -> None:
     fleet.submit("", 30)
     jobs = list(fleet.keys)
     assert [num_ahead(fleet.ledger, job_id) for job_id in jobs] == list(range(30))
@@ -224,7 +224,7 @@ def test_position_is_exact_with_one_key(fleet: Fleet) -> None:
     assert [num_ahead(fleet.ledger, job_id) for job_id in jobs] == [None, *range(29)]
 
 
-def test_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_tenant(fleet: Fleet) -> None:
+def test_queue_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_tenant(fleet: Fleet) -> None:
     fleet.submit("large", 500)
     fleet.submit("small", 3)
     small = list(fleet.keys)[-3:]
@@ -236,7 +236,7 @@ def test_position_of_a_small_tenant_does_not_count_all_jobs_of_a_large_tenant(fl
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_position_with_several_keys_is_close_to_the_actual_position(fleet: Fleet, seed: int) -> None:
+def test_estimated_position_with_several_keys_is_close_to_the_actual_position(fleet: Fleet, seed: int) -> None:
     """Jobs of a key cost as much as its earlier jobs on average, but vary by half."""
     source = random.Random(seed)
     names = ["a", "b/x", "b/y", "b", "", *(f"many/{number}" for number in range(source.choice((2, 30))))]

@@ -44,7 +44,7 @@ def keyed(
         keyed.process.stop()
 
 
-def test_clients_set_the_key_of_one_or_many_jobs(unserved: str, key_of: Callable[[str], str | None]) -> None:
+def test_clients_set_the_fairness_key_of_one_or_many_jobs(unserved: str, key_of: Callable[[str], str | None]) -> None:
     async def queue() -> str:
         async with AsyncClient() as client:
             return (await client.chat(unserved, [{"role": "user", "content": "Hi"}], wait=True, fairness_key="c")).id
@@ -76,7 +76,7 @@ def test_setting_defines_the_tenant_of_jobs_without_a_key_or_scope(
         client.purge(unserved)
 
 
-def test_service_of_ended_jobs_is_counted_for_their_tenant(worker: WorkerProcess, redis_client: Redis) -> None:
+def test_service_used_by_ended_jobs_counts_toward_their_tenant(worker: WorkerProcess, redis_client: Redis) -> None:
     def service() -> float:
         with Client() as client:
             return next((share.service for share in client.tenants() if share.key == tenant), 0.0)
@@ -90,7 +90,7 @@ def test_service_of_ended_jobs_is_counted_for_their_tenant(worker: WorkerProcess
     assert service() == pytest.approx(7 + 0.1 * computed)
 
 
-def test_bulk_run_sets_the_key_of_its_jobs(
+def test_bulk_run_sets_the_fairness_key_of_its_jobs(
     worker: WorkerProcess, redis_client: Redis, key_of: Callable[[str], str | None]
 ) -> None:
     def chunks() -> set[str]:

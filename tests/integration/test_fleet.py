@@ -30,7 +30,7 @@ def test_same_seed_produces_the_same_result(redis: Redis) -> None:
     assert times() == times()
 
 
-def test_every_job_gets_its_tokens(redis: Redis) -> None:
+def test_every_job_receives_all_of_its_tokens(redis: Redis) -> None:
     jobs = Fleet(redis, FleetShape(num_workers=2)).run(conversations(30, per_s=1.0, seed=6))
     assert len(jobs) == 30
     assert all(job.submitted_at < job.first_token_at < job.ended_at for job in jobs)
@@ -45,7 +45,7 @@ def test_block_cache_keeps_the_most_recently_used_blocks() -> None:
     assert cache.use([1, 2]) == 1
 
 
-def test_services_of_waiting_tenants_differ_by_less_than_the_vtc_bound(redis: Redis) -> None:
+def test_service_received_by_waiting_tenants_differs_by_less_than_the_vtc_bound(redis: Redis) -> None:
     seeds = (*range(20), 209, 354, 952)  # the last ones start with jobs of very different costs
     gaps = [fair_run(redis, seed) for seed in seeds]
     assert [gap for gap in gaps if gap.largest > gap.bound] == []

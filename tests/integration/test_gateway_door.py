@@ -157,7 +157,9 @@ def test_request_counts_as_a_job_while_its_body_is_received(
     wait_until(lambda: post().status_code == 400, "the end of the other request")
 
 
-def test_body_memory_is_bounded_per_key_and_in_total(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
+def test_memory_for_bodies_is_limited_per_key_and_in_total(
+    start: Start, sender: Callable[[GatewayProcess], Sender]
+) -> None:
     gateway = start(
         [{}, {"tenant": "b"}, {"tenant": "c"}], gateway_key_bodies_bytes=100_000, gateway_bodies_bytes=200_000
     )
@@ -182,7 +184,7 @@ def test_body_memory_is_bounded_per_key_and_in_total(start: Start, sender: Calla
     wait_until(lambda: post(key) == post(third) == unserved, "room again")
 
 
-def test_concurrent_requests_are_bounded_and_healthz_still_answers(
+def test_concurrent_requests_are_limited_and_healthz_still_answers(
     start: Start, sender: Callable[[GatewayProcess], Sender]
 ) -> None:
     gateway = start(gateway_max_requests=1)
@@ -208,7 +210,7 @@ def test_connection_with_slow_headers_is_closed(start: Start, sender: Callable[[
     assert quick.rest().startswith("HTTP/1.1 400")
 
 
-def test_slow_body_gets_408_and_a_rejected_body_is_not_read_to_its_end(
+def test_slow_body_gets_408_and_a_rejected_body_is_not_read_completely(
     start: Start, sender: Callable[[GatewayProcess], Sender]
 ) -> None:
     gateway = start([{"concurrent_jobs": 1}], gateway_head_timeout_s=1, gateway_body_timeout_s=1)
@@ -255,7 +257,7 @@ def test_cross_site_request_is_rejected_without_keys(start: Start) -> None:
         assert answer.status_code == 403, (method, url)
 
 
-def test_pages_of_any_origin_may_use_a_key(door: Door) -> None:
+def test_pages_from_any_origin_may_use_a_key(door: Door) -> None:
     headers = {**JSON, **door.key(), "origin": "https://evil.example"}
     answer = door.gateway.post(CHAT, content=b"{}", headers=headers)
     assert answer.status_code == 400

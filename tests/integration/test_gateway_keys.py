@@ -117,7 +117,7 @@ def gateways(database: str) -> Iterator[Gateways]:
     ("limits", "expected"),
     [({"requests_per_minute": 100}, 100), ({"tokens_per_minute": 505, "requests_per_minute": 1000}, None)],
 )
-def test_racing_gateways_admit_exactly_the_limit(
+def test_concurrent_gateways_admit_exactly_as_many_requests_as_the_limit_allows(
     gateways: Gateways, limits: dict[str, int], expected: int | None
 ) -> None:
     key = asyncio.run(make_key(gateways.url, **limits))
@@ -188,7 +188,7 @@ def test_requests_are_rejected_while_redis_is_down_and_admitted_when_it_is_back(
     asyncio.run(ask())
 
 
-def test_hanging_redis_delays_each_request_by_a_bounded_time(server: RedisServer) -> None:
+def test_hanging_redis_delays_each_request_by_a_limited_time(server: RedisServer) -> None:
     async def ask() -> None:
         key = await make_key(server.url)
         async with connect_keys(server.url) as redis:

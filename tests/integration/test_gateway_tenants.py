@@ -164,7 +164,7 @@ def test_responses_have_rate_limit_headers_until_a_rate_limit_error(connect: Con
     assert headers["x-ratelimit-remaining-requests"] == "0"
 
 
-def test_anthropic_client_sees_its_own_rate_limit_headers(keyed: Keyed) -> None:
+def test_anthropic_client_receives_its_own_rate_limit_headers(keyed: Keyed) -> None:
     request: Any = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": STORY}]}
     key = keyed.add(requests_per_minute=1, tokens_per_minute=5000)
     with anthropic.Anthropic(base_url=keyed.process.url, api_key=key.text, max_retries=0) as client:
@@ -185,7 +185,7 @@ def charged(redis: Redis, key: KeyText) -> int:
     return int(redis.hget(key_charges_key(key.id), "tokens") or 0)  # type: ignore[arg-type]
 
 
-def test_tokens_are_charged_by_actual_use(keyed: Keyed, connect: Connect, redis_client: Redis) -> None:
+def test_tokens_are_charged_according_to_actual_use(keyed: Keyed, connect: Connect, redis_client: Redis) -> None:
     key = keyed.add(tokens_per_minute=1500)
     client = connect(key)
     usage = complete(client, max_tokens=1000, stop=" ").usage

@@ -83,7 +83,7 @@ def test_only_the_holder_of_the_message_can_start_the_job(
     assert ids_in(redis_client, queue) == [job_id] * 2  # one from `submit`, which was not popped, one from `requeue`
 
 
-def test_ticket_is_dropped_when_no_job_waits(ledger: Ledger, job_id: str, queue: str) -> None:
+def test_ticket_is_dropped_when_no_job_is_waiting(ledger: Ledger, job_id: str, queue: str) -> None:
     first = take(ledger, job_id)
     assert ledger.take(queue_key(queue, PRIORITY_INTERACTIVE), job_id, LEASE_S) == []
     assert begin(ledger, job_id, token=first.token).verdict == "run"
@@ -108,7 +108,7 @@ def test_ticket_represents_the_oldest_job_that_no_worker_holds(ledger: Ledger, q
     assert [each.taken.job_id for each in taken] == [first.job_id, third.job_id]
 
 
-def test_repeated_take_returns_the_same_jobs(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_repeated_take_call_returns_the_same_jobs(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     jobs = [submit(ledger, queue) for _ in range(20)]
     key = queue_key(queue, PRIORITY_INTERACTIVE)
     redis_client.rpop(key)
@@ -122,7 +122,7 @@ def test_repeated_take_returns_the_same_jobs(ledger: Ledger, queue: str, redis_c
     assert ledger.take(key, jobs[3], LEASE_S, token="never arrived", is_repeated=True)[0].taken.job_id == jobs[3]
 
 
-def test_job_of_a_version_without_backlogs_is_taken(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_job_queued_by_a_version_without_backlogs_is_taken(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     first, second = (submit(ledger, queue) for _ in range(2))
     key = queue_key(queue, PRIORITY_INTERACTIVE)
     redis_client.delete(backlog_key(key))
@@ -130,13 +130,17 @@ def test_job_of_a_version_without_backlogs_is_taken(ledger: Ledger, queue: str, 
     assert ledger.take(key, first, LEASE_S) == []
 
 
-def test_job_held_by_a_version_without_backlogs_is_not_taken(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_job_held_by_a_worker_of_a_version_without_backlogs_is_not_taken(
+    ledger: Ledger, queue: str, redis_client: Redis
+) -> None:
     first, second = (submit(ledger, queue) for _ in range(2))
     redis_client.hset(job_key(first), "holder", "a worker")
     assert take(ledger, second).job_id == second
 
 
-def test_returned_job_is_next_in_its_queue(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+def test_job_that_is_handed_back_is_next_in_its_queue(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
     second = submit(ledger, queue)
     redis_client.rpop(queue + "\x06\x163")
     taken = take(ledger, job_id)
@@ -220,13 +224,15 @@ def test_submit_reports_a_different_payload_with_the_same_id(ledger: Ledger, que
     assert ledger.submit([same, other]) == [0, -1]
 
 
-def test_rank_depends_on_priority_and_then_on_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_job_rank_depends_on_priority_first_and_then_on_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
     redis_client.delete(waiting_key(queue))
     ids = [submit(ledger, queue, priority=priority) for priority in (9, 3, 9, 0)]
     assert [num_ahead(ledger, job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
-def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+def test_take_returns_up_to_an_eighth_of_the_queue_within_capacity(
+    ledger: Ledger, queue: str, redis_client: Redis
+) -> None:
     jobs = [submit(ledger, queue) for _ in range(17)]
     key = queue_key(queue, 3)
     redis_client.rpop(key)
@@ -241,7 +247,7 @@ def test_take_returns_an_eighth_of_the_queue_within_capacity(ledger: Ledger, que
 
 
 @pytest.mark.parametrize("needs", ["capacity", "memory", "adoption"])
-def test_page_ends_before_a_message_that_is_taken_alone(
+def test_page_ends_before_a_message_that_must_be_taken_alone(
     ledger: Ledger, queue: str, redis_client: Redis, needs: str
 ) -> None:
     first, second, third = [submission(queue) for _ in range(3)]

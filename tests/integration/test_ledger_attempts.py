@@ -48,7 +48,7 @@ def test_repeated_write_after_a_lost_reply_changes_nothing(ledger: Ledger, job_i
     assert redis_client.xlen(journal_key(job_id)) == 3
 
 
-def test_repeated_begin_counts_once(ledger: Ledger, job_id: str) -> None:
+def test_repeated_begin_call_counts_once(ledger: Ledger, job_id: str) -> None:
     run = new_run()
     first, again = (ledger.begin(job_id, run, "w", alone=True) for _ in range(2))
     assert first == again
@@ -102,7 +102,7 @@ def test_handed_back_job_is_queued_again_without_suspicion(ledger: Ledger, job_i
     assert begin(ledger, job_id).verdict == "run"
 
 
-def test_cancel_takes_effect_immediately_and_later_calls_report_it(
+def test_cancellation_takes_effect_immediately_and_is_reported_by_later_calls(
     ledger: Ledger, queue: str, redis_client: Redis
 ) -> None:
     running, waiting, unknown = submit(ledger, queue), submit(ledger, queue), str(uuid.uuid4())
@@ -119,7 +119,7 @@ def test_cancel_takes_effect_immediately_and_later_calls_report_it(
     assert redis_client.exists(cancel_key(unknown))
 
 
-def test_cancel_finishes_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_cancellation_finishes_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     write(ledger, attempt, STARTED, TOKEN)
     redis_client.zadd(leases_key(), {job_id: 0})
@@ -157,7 +157,7 @@ def test_lost_attempt_cannot_write_into_a_later_attempt_with_the_same_number(
     assert write(ledger, again, TOKEN, DONE, seq=1) == set()
 
 
-def test_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_job_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 0, **DONE}, result={"text": "x"})])
     assert kept_result(ledger, job_id) == {"text": "x"}
@@ -173,7 +173,9 @@ def test_results_are_kept_until_celery_has_stored_them(ledger: Ledger, job_id: s
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
 
 
-def test_end_that_was_reported_to_celery_needs_no_settlement(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_outcome_that_was_reported_to_celery_needs_no_settlement(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
     stored, event = CeleryState(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}
@@ -186,7 +188,9 @@ def test_end_that_was_reported_to_celery_needs_no_settlement(ledger: Ledger, job
     assert begin(ledger, job_id).verdict == "done"
 
 
-def test_end_does_not_release_a_message_of_another_holder(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_ending_a_job_does_not_release_the_message_of_another_holder(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     redis_client.hset(job_key(job_id), "holder", "another token")
     stored, event = CeleryState(b"{}", None), {"seq": 0, **DONE}

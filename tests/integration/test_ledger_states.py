@@ -36,7 +36,7 @@ def resumed(ledger: Ledger, job_id: str) -> Any:
     return begin(ledger, job_id, token=take(ledger, job_id).token)
 
 
-def test_resumed_job_is_running_from_its_first_event(
+def test_resumed_job_counts_as_running_from_its_first_event(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     attempt = resumed(ledger, job_id)
@@ -62,7 +62,7 @@ def test_journal_of_an_unfinished_job_does_not_expire(ledger: Ledger, job_id: st
     assert redis_client.ttl(journal_key(job_id)) == -1
 
 
-def test_attempt_continues_the_sequence_when_its_journal_is_lost(
+def test_attempt_continues_the_event_sequence_when_its_journal_is_lost(
     ledger: Ledger, job_id: str, redis_client: Redis
 ) -> None:
     taken = take(ledger, job_id)
@@ -126,7 +126,7 @@ def test_finished_job_is_kept_until_celery_has_its_result(ledger: Ledger, job_id
     assert redis_client.hexists(job_key(job_id), "message")
 
 
-def test_reaper_settles_the_end_of_a_job_whose_worker_died(
+def test_reaper_settles_the_outcome_of_a_job_whose_worker_died(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
@@ -147,7 +147,7 @@ def test_dead_job_keeps_its_message_for_a_requeue(ledger: Ledger, queue: str, re
     assert ledger.dead() == [] or job_id not in {job["id"] for job in ledger.dead()}
 
 
-def test_unsettled_ends_are_retried_with_backoff(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_settlement_of_job_outcomes_is_retried_with_backoff(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, begin(ledger, job_id), events.error("x", "y", False))
     waits = []
     for _ in range(4):

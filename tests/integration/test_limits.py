@@ -143,7 +143,7 @@ def test_model_limit_counts_jobs_with_all_priorities(limit: Limit) -> None:
     assert fleet.fill() == {"a": 2, "b": 1}, "the more urgent job is the next one"
 
 
-def test_limit_set_later_counts_running_jobs(redis: Redis, queue: str) -> None:
+def test_limit_that_is_set_later_counts_running_jobs(redis: Redis, queue: str) -> None:
     fleet = LimitedFleet(redis, queue)
     fleet.submit("a", 3)
     assert fleet.fill() == {"a": 3}
@@ -171,7 +171,7 @@ def test_slot_is_freed_when_the_entry_of_its_job_is_lost(limit: Limit) -> None:
     assert fleet.redis.smembers(limited_key()) == {b"a"}
 
 
-def test_blocked_tenants_do_not_slow_down_a_take(limit: Limit) -> None:
+def test_blocked_tenants_do_not_slow_down_take_calls(limit: Limit) -> None:
     names = [f"t{number}" for number in range(300)]
     fleet = limit(dict.fromkeys(names, 1))
     for name in names:
@@ -185,7 +185,7 @@ def test_blocked_tenants_do_not_slow_down_a_take(limit: Limit) -> None:
     assert num_commands(fleet.redis) - before < 40
 
 
-def test_take_drops_few_tickets_of_jobs_above_a_limit(limit: Limit) -> None:
+def test_take_drops_only_a_few_tickets_of_jobs_above_a_limit(limit: Limit) -> None:
     fleet = limit({"a": 1})
     fleet.submit("a", 2000)
     key = queue_key(fleet.queue, PRIORITY_INTERACTIVE)
@@ -209,10 +209,14 @@ def test_call_above_the_limit_is_rejected(
     settings_environment(redis_url=redis_server.url, over_limit="reject", **limits)
     for key in (unserved, f"{unserved}/team"):
         generate.apply_async((unserved, "Hi"), fairness_key=key)
-    with pytest.raises(LimitReached, match=f"fairness_limits: .*'{unserved}' would have 3 jobs.* limit is 2; retry"):
+    with pytest.raises(
+        LimitReached, match=f"fairness_limits: .*'{unserved}' would have 3 waiting or running jobs.* limit is 2; retry"
+    ):
         generate.apply_async((unserved, "Hi"), fairness_key=unserved)
     many = generate.check_many([((unserved, "Hi"), {})] * 2)
-    with pytest.raises(LimitReached, match=f"model_limits: .*'{unserved}' would have 4 jobs.* limit is 3"):
+    with pytest.raises(
+        LimitReached, match=f"model_limits: .*'{unserved}' would have 4 waiting or running jobs.* limit is 3"
+    ):
         generate.queue_many(many)
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 2, "nothing was queued"
     generate.queue_many(many[:1])
@@ -231,7 +235,7 @@ return count
 """
 
 
-def test_limit_is_respected_by_two_workers_and_after_a_kill(
+def test_limit_is_respected_by_two_workers_and_after_a_worker_is_killed(
     start_worker: StartWorker, redis_client: Redis, model: str
 ) -> None:
     """A tenant with a limit of 2 never has 3 jobs in the workers, and another tenant uses the other slots."""

@@ -91,7 +91,7 @@ async def read(client: AsyncClient, job: int, after: int, chance: random.Random)
     return texts
 
 
-def test_a_thousand_streams_are_complete_while_connections_are_killed(server: RedisServer) -> None:
+def test_a_thousand_streams_stay_complete_while_connections_are_killed(server: RedisServer) -> None:
     chance = random.Random(7)
     lengths = [chance.randint(1, MOST_EVENTS) for _ in range(NUM_STREAMS)]
     afters = [chance.choice([-1, chance.randrange(-1, length - 1)]) if length > 1 else -1 for length in lengths]

@@ -156,7 +156,7 @@ def test_worker_that_dies_between_two_scrapes_is_reported(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("late_s", "fires"), [("1x60", False), ("61+5x60", True)], ids=["with a reaper", "without a reaper"]
 )
-def test_expired_leases_are_reported_only_without_a_reaper(tmp_path: Path, late_s: str, fires: bool) -> None:
+def test_expired_leases_are_reported_only_when_there_is_no_reaper(tmp_path: Path, late_s: str, fires: bool) -> None:
     """Because of jobs with an ETA, there is always a lease that has just expired."""
     series = {"cellama_ledger_leases_overdue": "3x60", "cellama_ledger_leases_overdue_seconds": late_s}
     series["cellama_ledger_due_seconds"] = "0x60"

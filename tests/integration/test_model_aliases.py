@@ -34,7 +34,7 @@ def alias(
     return name
 
 
-def test_alias_names_the_model_of_jobs_from_every_producer(
+def test_alias_is_resolved_to_its_model_for_jobs_from_every_producer(
     alias: str, model: str, plain: Celery, redis_client: Redis, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     job = generate.delay(alias, STORY, **SENT)

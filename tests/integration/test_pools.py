@@ -117,7 +117,7 @@ def test_pool_keeps_loaded_models_and_texts_when_workers_die_and_join(start: Sta
     wait_until(
         lambda: all(not things(client, worker) for worker in (two, f"{name}-three")), "a desired state without changes"
     )
-    with pytest.raises(UnknownModel, match=f"no running worker serves a model '{big}'"):
+    with pytest.raises(UnknownModel, match=f"no running worker serves the model '{big}'"):
         client.generate(big, STORY)
     with pytest.raises(UnknownWorker, match="no worker is running in pool 'nowhere'"):
         client.load_model(big, "bundled://tiny", pool="nowhere")

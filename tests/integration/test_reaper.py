@@ -108,7 +108,7 @@ def test_job_missing_from_its_backlog_is_added(world: World) -> None:
     assert world.waiting() == [jobs[0], jobs[2]]
 
 
-def test_lost_ticket_is_pushed_alongside_returned_jobs(world: World) -> None:
+def test_lost_ticket_is_pushed_alongside_jobs_that_were_handed_back(world: World) -> None:
     for back in [take(world.ledger, world.job(ticket=False)) for _ in range(2)]:
         world.ledger.requeue(back)
     world.job(ticket=False)
@@ -130,7 +130,7 @@ def test_started_job_of_a_dead_worker_is_queued_again_once(world: World) -> None
     assert (world.ledger.state(job_id), num_ahead(world.ledger, job_id)) == ("handed_back", 0)
 
 
-def test_job_without_a_worker_and_a_message_counts_as_lost(world: World) -> None:
+def test_job_with_neither_a_worker_nor_a_message_counts_as_lost(world: World) -> None:
     job_id = world.job(ticket=False)
     write(world.ledger, begin(world.ledger, job_id), events.started("m", 1, "w", 1))
     world.look()
@@ -231,7 +231,7 @@ def test_timeouts_end_waiting_jobs_but_not_running_jobs(world: World) -> None:
     assert world.ledger.state(running) == "running"
 
 
-def test_job_rejected_by_celery_ends(world: World) -> None:
+def test_job_that_celery_rejects_is_ended(world: World) -> None:
     job_id = world.job()
     world.ledger.release(take(world.ledger, job_id))
     world.redis.zadd(due_key(), {job_id: 1})
@@ -239,7 +239,7 @@ def test_job_rejected_by_celery_ends(world: World) -> None:
     assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "refused")]
 
 
-def test_returned_job_times_out_with_its_partial_text(world: World) -> None:
+def test_job_that_was_handed_back_times_out_with_its_partial_text(world: World) -> None:
     job_id = world.job(timeout_s=0.001)
     taken = take(world.ledger, job_id)
     attempt = begin(world.ledger, job_id, token=taken.token)
@@ -252,7 +252,7 @@ def test_returned_job_times_out_with_its_partial_text(world: World) -> None:
     assert world.redis.xlen(journal_key(job_id)) == 3
 
 
-def test_reaper_stores_an_end_that_no_worker_stored(world: World) -> None:
+def test_reaper_stores_an_outcome_that_no_worker_stored(world: World) -> None:
     job_id = world.job()
     attempt = begin(world.ledger, job_id, token=take(world.ledger, job_id).token)
     write(world.ledger, attempt, events.error("x", "y", False))

@@ -93,7 +93,7 @@ def test_models_are_loaded_and_unloaded_under_load_without_a_failed_job(client: 
         count = len(texts)
         wait_until(lambda count=count: len(texts) > count + 6, "jobs of both models")
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
-        with pytest.raises(UnknownModel, match=f"no running worker serves a model '{second}'"):
+        with pytest.raises(UnknownModel, match=f"no running worker serves the model '{second}'"):
             client.generate(second, STORY)
     client.load_model(second, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
     stop.set()
@@ -186,7 +186,9 @@ def test_idle_model_is_unloaded_to_free_memory(tight_worker: WorkerProcess, name
         assert generate.delay(idle, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
 
 
-def test_load_error_names_device_required_and_available_bytes(tight_worker: WorkerProcess, name: str) -> None:
+def test_load_error_contains_the_device_and_its_required_and_available_bytes(
+    tight_worker: WorkerProcess, name: str
+) -> None:
     first = f"{name}-first"
     with Client() as client:
         with pytest.raises(JobFailed, match=r"needs .* MiB on all devices .* only .* MiB are available") as refused:

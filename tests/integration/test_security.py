@@ -113,7 +113,7 @@ def test_jobs_work_over_tls_with_a_user_without_printing_the_password(secured_ur
     assert PASSWORD not in worker.log() + done.stderr + status.stdout + status.stderr
 
 
-def test_errors_of_wrong_password_and_untrusted_certificate_hide_the_password(secured_url: str) -> None:
+def test_errors_about_a_wrong_password_or_an_untrusted_certificate_hide_the_password(secured_url: str) -> None:
     command = [sys.executable, "-c", "from cellama.api.cli import main; main()", "status"]
     wrong = run(secured_url.replace(PASSWORD, "wrong"), *command)
     untrusted = run(secured_url.partition("?")[0], *command)

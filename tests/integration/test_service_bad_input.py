@@ -41,7 +41,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (generate, ("tiny", "Hi"), {"max_tokens": 0}, "max_tokens is 0: .*greater than or equal to 1"),
     (generate, ("tiny", "Hi"), {"max_tokens": "8"}, "max_tokens is '8': .*valid integer"),
     (generate, ("tiny", "Hi"), {"temperature": -0.5}, r"temperature is -0\.5: .*greater than or equal to 0"),
-    (generate, ("tiny", ""), {}, "prompt is '': it is empty"),
+    (generate, ("tiny", ""), {}, "prompt is '': the text is empty"),
     (generate, ("tiny", "a\0b"), {}, "NUL character"),
     (generate, ("tiny", "a\udce9b"), {}, "not valid UTF-8 at character 1"),
     (generate, ("tiny", "Hi"), {"json_schema": {"properties": {"\ud800": {}}}}, "not valid UTF-8 at character 0"),
@@ -60,7 +60,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (chat, ("tiny", HELLO), {"tools": [tool(), tool()]}, "f: this name is used twice"),
     (chat, ("tiny", HELLO), {"thinking_budget": -1}, "thinking_budget is -1"),
     (embed, ("tiny", []), {}, "texts is"),
-    (embed, ("tiny", ["a", ""]), {}, r"texts\.1 is '': it is empty"),
+    (embed, ("tiny", ["a", ""]), {}, r"texts\.1 is '': the text is empty"),
     (embed, ("tiny", [[1], []]), {}, r"texts\.1 is \[\]"),
     (embed, ("tiny", [[1, "a"]]), {}, r"texts\.0\.1 is 'a'"),
 ]
@@ -170,7 +170,7 @@ def test_exponential_grammar_fails_only_its_own_job(
 
 
 def test_client_raises_unknown_model_immediately(client: Client) -> None:
-    with pytest.raises(UnknownModel, match="no running worker serves a model 'tinny'; did you mean 'tiny'"):
+    with pytest.raises(UnknownModel, match="no running worker serves the model 'tinny'; did you mean 'tiny'"):
         client.generate("tinny", "Hi")
     waiting = client.generate("tinny", "Hi", wait=True)
     waiting.cancel()

@@ -35,9 +35,7 @@ def run_after_first_token(redis: Redis, job_id: str) -> list[dict[str, Any]]:
     return [next(stream), next(stream)]
 
 
-def test_revoke_of_a_running_job_frees_its_slot(
-    worker: WorkerProcess, redis_client: Redis, events_of: EventsOf
-) -> None:
+def test_revoking_a_running_job_frees_its_slot(worker: WorkerProcess, redis_client: Redis, events_of: EventsOf) -> None:
     with worker.slowed():
         job = generate.delay("tiny", "Once upon a time", **LONG)
         run_after_first_token(redis_client, job.id)
@@ -50,7 +48,7 @@ def test_revoke_of_a_running_job_frees_its_slot(
     wait_until_idle(worker)
 
 
-def test_revoke_of_a_waiting_job_ends_its_stream(
+def test_revoking_a_waiting_job_ends_its_stream(
     worker: WorkerProcess, redis_client: Redis, events_of: EventsOf
 ) -> None:
     with worker.slowed():
@@ -65,7 +63,7 @@ def test_revoke_of_a_waiting_job_ends_its_stream(
     wait_until_idle(worker)
 
 
-def test_cancel_raises_job_cancelled_in_waiting_callers(worker: WorkerProcess, client: Client) -> None:
+def test_cancellation_raises_job_cancelled_in_waiting_callers(worker: WorkerProcess, client: Client) -> None:
     with worker.slowed():
         job = client.generate("tiny", "Once upon a time", **LONG)
         stream = job.stream(timeout=PATIENCE_S)

@@ -164,7 +164,7 @@ def test_embed_honours_dimensions_normalize_truncate_and_encoding() -> None:
     assert len(embed.delay("tiny", long, truncate=True).get(timeout=PATIENCE_S)["embeddings"]) == 1
 
 
-def test_events_have_consecutive_seqs_and_a_single_end_with_the_text_of_the_result(events_of: EventsOf) -> None:
+def test_events_have_consecutive_seqs_and_a_single_last_event_with_the_text_of_the_result(events_of: EventsOf) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=50, **GREEDY)
     events = events_of(job.id)
     result = job.get(timeout=PATIENCE_S)
@@ -178,7 +178,7 @@ def test_events_have_consecutive_seqs_and_a_single_end_with_the_text_of_the_resu
     }
 
 
-def test_events_can_be_replayed_after_the_end_from_any_seq(events_of: EventsOf, redis_client: Redis) -> None:
+def test_events_of_a_finished_job_can_be_replayed_from_any_seq(events_of: EventsOf, redis_client: Redis) -> None:
     job = generate.delay("tiny", "Once upon a time", max_tokens=20, **GREEDY)
     events = events_of(job.id)
     assert events_of(job.id) == events
@@ -289,7 +289,9 @@ def test_timings_are_measured_from_submission(worker: WorkerProcess, redis_clien
     assert events_of(late.id)[-1]["usage"]["completion_tokens"] == 0
 
 
-def test_timeout_counts_from_submission_and_keeps_the_partial_text(worker: WorkerProcess, events_of: EventsOf) -> None:
+def test_timeout_is_measured_from_submission_and_keeps_the_partial_text(
+    worker: WorkerProcess, events_of: EventsOf
+) -> None:
     with worker.slowed():
         started = time.monotonic()
         job = generate.delay("tiny", "Once upon a time", max_tokens=1900, ignore_eos=True, timeout=0.3, **GREEDY)

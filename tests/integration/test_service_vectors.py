@@ -82,7 +82,7 @@ def test_workers_report_capabilities_read_from_model_files() -> None:
     }
 
 
-def test_embed_of_an_encoder_equals_the_reference(reference: BertReference, vocabulary: LlamaModel) -> None:
+def test_embeddings_from_an_encoder_equal_the_reference(reference: BertReference, vocabulary: LlamaModel) -> None:
     result = embed.delay("texts", TEXTS).get(timeout=PATIENCE_S)
     for text, vector in zip(TEXTS, result["embeddings"], strict=True):
         expected = reference.pooled(vocabulary.tokenize(text), "mean")
@@ -182,7 +182,7 @@ def test_vector_jobs_fail_when_the_model_does_not_support_the_call(call: Any, co
 
 def test_invalid_rerank_calls_are_rejected_before_queueing() -> None:
     for arguments, message in (
-        (("ranks", "", ["a"]), "query is '': it is empty"),
+        (("ranks", "", ["a"]), "query is '': the text is empty"),
         (("ranks", "q", []), "documents is .*provide at least one"),
         (("ranks", "q"), "documents is missing"),
     ):

@@ -68,7 +68,7 @@ def test_telemetry_events_reach_hook_and_log(redis_server: RedisServer, tmp_path
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_end_event_contains_mode_slot_and_hit_ratio(client: Client, stream: bool) -> None:
+def test_last_event_contains_mode_slot_and_hit_ratio(client: Client, stream: bool) -> None:
     """The second job starts like the first one, so that its prompt is in the cache."""
     said = [{"role": "user", "content": f"Tell me of {uuid.uuid4().hex}, who was a fox."}]
     for _ in range(2):

@@ -48,7 +48,7 @@ def test_worker_refuses_to_start_when_a_library_is_incompatible(
 
 
 @pytest.mark.parametrize(("missing", "is_needed"), list(zip(RENAMED, (False, True, True), strict=True)))
-def test_producer_reports_an_incompatible_library_when_it_sends_and_not_when_it_imports(
+def test_producer_reports_an_incompatible_library_when_it_sends_a_job_but_not_on_import(
     redis_server: RedisServer, tmp_path: Path, missing: str, is_needed: bool
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(RENAMED[missing])

@@ -94,7 +94,7 @@ def test_job_waits_while_a_worker_has_reported_its_queue_recently(watch: Watch) 
     assert len(watch.look()) == 1
 
 
-def test_job_waits_for_the_whole_timeout_again_when_the_search_was_interrupted(watch: Watch) -> None:
+def test_job_waits_for_the_whole_timeout_again_when_checks_were_interrupted(watch: Watch) -> None:
     watch.job()
     watch.redis.hincrbyfloat(watched_key(), "last", -4 * LEASE_S)  # an outage of Redis, or of all workers
     assert watch.look() == watch.look() == []
@@ -143,7 +143,7 @@ def test_plain_celery_job_in_an_unserved_queue_ends_and_other_messages_remain(wa
     assert not watch.redis.exists(strays_key(), waiting_key(queue))
 
 
-def test_message_that_a_worker_takes_at_the_last_moment_is_not_ended(watch: Watch) -> None:
+def test_job_whose_message_a_worker_takes_at_the_last_moment_is_not_ended(watch: Watch) -> None:
     with Celery("plain", broker=watch.url, set_as_current=False) as plain:
         job = plain.send_task("cellama.generate", ["tiny", "Hi"], queue="mine")
     assert watch.look() == []
@@ -160,7 +160,7 @@ def wait_with(redis: Redis) -> UnservedWait:
     return UnservedWait(UnservedJobs(redis, Ledger(redis), lambda *_: None, **options))
 
 
-def test_caller_ends_its_job_when_two_checks_in_a_row_find_it_unserved(watch: Watch) -> None:
+def test_caller_ends_its_job_when_two_consecutive_checks_find_it_unserved(watch: Watch) -> None:
     job_id, other, wait = watch.job(), watch.job(), wait_with(watch.redis)
     wait_until(lambda: wait.is_due, "a check that is due")
     wait.check([job_id])

@@ -89,13 +89,13 @@ def test_compose_file_follows_the_specification(compose: Any) -> None:
         ("flower", {"depends_on": {"redis": {"condition": "healthy"}}}),
     ],
 )
-def test_compose_check_finds_a_mistake(compose: Any, service: str, change: Any) -> None:
+def test_compose_check_detects_a_mistake(compose: Any, service: str, change: Any) -> None:
     compose["services"][service] |= change
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(SCHEMA).validate(compose)
 
 
-def test_compose_file_names_existing_settings_commands_and_files(compose: Any) -> None:
+def test_compose_file_refers_only_to_existing_settings_commands_and_files(compose: Any) -> None:
     services = compose["services"]
     assert services["worker-gpu"]["profiles"] == ["gpu"]
     monitoring = {name for name, service in services.items() if service.get("profiles") == ["monitoring"]}

@@ -102,7 +102,7 @@ def test_every_declared_package_is_imported_somewhere(imports: dict[str, set[tup
     assert distributions(lines) - used == set()
 
 
-def test_minimum_versions_exclude_releases_with_known_faults() -> None:
+def test_minimum_versions_exclude_releases_with_known_bugs() -> None:
     lines = PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["worker"]
     for floor in (
         "redis[hiredis]>=5.2,<9,!=8.0.0",  # 8.0.0 breaks Unix sockets

@@ -79,20 +79,20 @@ def test_public_names_and_methods_have_docstrings(package: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("inside", "outside"), TWINS)
-def test_worker_report_has_the_fields_of_the_engine(inside: Any, outside: Any) -> None:
+def test_worker_report_has_the_same_fields_as_the_engine_report(inside: Any, outside: Any) -> None:
     assert outside.__required_keys__ == {field.name for field in fields(inside)}
 
 
-def test_loaded_model_has_the_fields_of_the_engine() -> None:
+def test_loaded_model_type_has_the_same_fields_as_in_the_engine() -> None:
     assert shapes.LoadedModel.__optional_keys__ >= {field.name for field in fields(ModelInfo)}
 
 
-def test_loading_model_matches_its_type() -> None:
+def test_report_of_a_loading_model_matches_its_type() -> None:
     entry = ModelEntry("tiny", "bundled://tiny", frozenset({"embed"}))
     check(shapes.WorkerModel, describe(entry, default=False))
 
 
-def test_cores_of_a_worker_match_their_type() -> None:
+def test_report_of_worker_cores_matches_its_type() -> None:
     check(shapes.WorkerCores, CoreSharing(list, Processors(2)).report())
 
 

@@ -76,7 +76,7 @@ def test_parameters_page_lists_the_parameters_of_every_task() -> None:
             assert not missing, f"{kind.task}: {missing}"
 
 
-def test_error_and_event_pages_list_every_code_and_type() -> None:
+def test_error_page_lists_every_code_and_event_page_lists_every_type() -> None:
     errors, events = page("errors.md"), page("events.md")
     assert all(f"| `{code}` |" in errors for code in CODES)
     assert all(f"| `{kind}` |" in events for kind in ("started", "token", "reasoning", "done", "error"))

@@ -97,7 +97,7 @@ def test_release_is_refused_when_the_version_is_not_a_release_version(repository
     )
 
 
-def test_release_at_a_tag_requires_the_version_tag_at_this_commit(repository: Path) -> None:
+def test_release_of_a_tag_requires_the_version_tag_at_this_commit(repository: Path) -> None:
     [missing] = problems(repository, "v1.2.0")
     assert missing == "tag: 'v1.2.0' does not point to this commit; run git switch --detach v1.2.0"
     git(repository, "tag", "v1.2.0")
@@ -115,10 +115,10 @@ def test_changelog_section_ends_at_the_next_version(repository: Path) -> None:
 def test_tag_is_refused_when_a_step_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         release.main(["--tag", "--skip-tests"])
-    assert "--tag needs all steps; remove --check-only, --skip-tests and --skip-sbom" in capsys.readouterr().err
+    assert "--tag requires all steps; remove --check-only, --skip-tests and --skip-sbom" in capsys.readouterr().err
 
 
-def test_output_directory_is_refused_when_it_has_other_files(tmp_path: Path) -> None:
+def test_output_directory_is_refused_when_it_contains_other_files(tmp_path: Path) -> None:
     for name in ("cellama-1.1.0.tar.gz", "thesis.txt"):
         (tmp_path / name).touch()
     with pytest.raises(SystemExit, match=r"contains thesis\.txt; choose an empty directory"):

@@ -70,7 +70,7 @@ def test_result_has_token_ids_when_requested() -> None:
     assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER.sign, "job").keys()
 
 
-def test_result_and_last_event_list_warnings_of_bounded_length() -> None:
+def test_result_and_last_event_contain_warnings_of_limited_length() -> None:
     many = tuple(f"{number}: {'x' * 1000}" for number in range(2000))
     warned = completion(warnings=many)
     shown = result_of(warned, "tiny", SIGNER.sign, "job")["warnings"]
@@ -130,7 +130,7 @@ def test_events_match_their_types() -> None:
         check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER.sign, "job"), 3))
 
 
-def test_call_has_the_same_id_in_its_pieces_the_last_event_and_the_result() -> None:
+def test_call_has_the_same_id_in_its_pieces_in_the_last_event_and_in_the_result() -> None:
     alternative = completion(index=1, tool_calls=(EngineToolCall("look", "{}"), EngineToolCall("see", "{}")))
     whole = completion(tool_calls=(EngineToolCall("look", "{}"),), alternatives=(alternative,))
     result: Any = result_of(whole, "tiny", SIGNER.sign, "job")

@@ -52,11 +52,11 @@ EXPIRED = {"code": "batch_expired", "message": "the completion window ended befo
 
 
 class DriverStopped(Exception):
-    """The driver must stop before its batch ends because the gateway is stopping or the lease was lost."""
+    """The gateway is stopping or the lease was lost, so the driver must stop before its batch ends."""
 
 
 class BatchDriver:
-    """Drives one batch in its own thread, which checks in each iteration of the run whether it may continue.
+    """Drives one batch in its own thread. In each iteration of the run, the thread checks whether it may continue.
 
     While the thread runs, the event loop renews the lease and checks whether the batch was cancelled. The thread uses
     the event loop's Redis clients through `_await`.
@@ -135,13 +135,13 @@ class BatchDriver:
             with contextlib.closing(connect(url, socket_connect_timeout=CONNECT_TIMEOUT_S)) as redis:
                 self._run_and_finish(redis)
         except DriverStopped as stopped:
-            log.info("batch released", batch=self.id, detail=f"{stopped}; another driver takes over the batch")
+            log.info("batch released", batch=self.id, detail=f"{stopped}; another driver will take over the batch")
             self._await(self._lease.release())
         except (OSError, sqlite3.Error, RedisError, JobError, ApiError) as error:
             # The lease is not released, which delays the next attempt until it expires.
             log.warning("batch interrupted", batch=self.id, detail=f"{error}; the batch resumes when its lease expires")
         except Exception:
-            log.exception("batch interrupted", batch=self.id, detail="unexpected error; the batch is retried")
+            log.exception("batch interrupted", batch=self.id, detail="unexpected error; the batch will be retried")
 
     def _run_and_finish(self, redis: Redis) -> None:
         status = self._await(self._poll())  # before the run, which would discard an earlier `cellama batch cancel`
@@ -256,7 +256,8 @@ class BatchDriver:
         """Set the run's id to the batch's id.
 
         The run is also recorded in Redis under this id. If only the output exists, it was assembled from the parts that
-        a driver on another machine stored. The lines of this output are then marked as finished in the new work file.
+        a driver on another machine stored. The lines in the assembled output are then marked as finished in the new
+        work file.
         """
         try:
             with contextlib.closing(WorkFile(self._paths.work)) as work:

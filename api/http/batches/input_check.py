@@ -23,10 +23,13 @@ OnComplete = Callable[[int, str | None], None]
 
 
 class InputRefused(InvalidJob):
-    """The batch can't run because its input has errors or because it was cancelled while its input was being read."""
+    """The batch can't run because its input has errors, or because the batch was cancelled during input validation."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
-        """Create the error. Each entry in `errors` has OpenAI's members code, message, param and line."""
+        """Create the error.
+
+        Each entry in `errors` has the members of OpenAI's error format: code, message, param and line.
+        """
         super().__init__(f"the input has {len(errors)} errors")
         self.errors = errors
 
@@ -57,7 +60,7 @@ class InputCheck:
         """Check a line. Raises InputRefused if there are too many errors or lines."""
         self._num_lines += 1
         if self._num_lines > self._max_lines:
-            message = f"the file has more than {self._max_lines} requests, which is the limit; split it"
+            message = f"the file has more than {self._max_lines} requests, the maximum; split it"
             self._add(("too_many_requests", message, None), None)
             raise InputRefused(self._errors)
         if isinstance(value, BadLine):

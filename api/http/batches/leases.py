@@ -23,8 +23,8 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 class GatewayLease:
     """One gateway's right to perform a task, such as driving a batch.
 
-    Redis stores the lease's token under the lease's name. Methods raise RedisError. `is_held` may be read from any
-    thread.
+    Redis stores the lease's token under the lease's name. All methods may raise RedisError. `is_held` may be read from
+    any thread.
     """
 
     def __init__(self, redis: Redis, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:

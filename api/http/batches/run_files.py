@@ -1,4 +1,7 @@
-"""Manage a run's directory on this machine, and the parts of its output in the store. All functions block."""
+"""Manage a run's directory on this machine, and the parts of its output in the store.
+
+All functions block the calling thread.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,8 @@ def _changed_at(directory: Path) -> float:
 class Parts:
     """The stored parts of a batch's output, which allow a gateway on another machine to take over the batch.
 
-    The batch's record lists the names of its stored parts in order. Stored parts that are not listed are ignored.
-    Methods raise OSError.
+    The batch's record lists the names of its stored parts in order. Stored parts that are not listed are ignored. All
+    methods may raise OSError.
     """
 
     def __init__(

@@ -74,11 +74,11 @@ class BatchRunner:
         return False
 
     async def poll(self) -> None:
-        """Start driving one batch without a driver, if this gateway may drive more batches.
+        """Start driving one batch that has no driver, if this gateway may drive more batches.
 
         Tenants with the fewest drivers in this gateway come first. Cancelled and expired batches are driven even if the
         limit is reached, so that they end without delay. If the limit is reached, and a tenant has no driver while
-        another tenant has several, one of these drivers stops.
+        another tenant has several, one of the other tenant's drivers stops.
         """
         self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
         num, max_num = len(self._driven), self._settings.gateway_batches_at_once
@@ -99,12 +99,12 @@ class BatchRunner:
                 log.info(
                     "batch paused",
                     batch=last.id,
-                    detail="the batch's tenant has several drivers while another tenant has none",
+                    detail="the tenant has several running batches, while another tenant has none",
                 )
                 last.stop()
 
     async def _waiting(self) -> list[Record]:
-        """Return the open batches without a driver whose files this gateway can read, oldest first."""
+        """Return the open batches that have no driver and whose files this gateway can read, oldest first."""
         found = [entry for entry in await self.batches.open_batches() if entry[0] not in self._driven]
         if found and self.files.known_store_id is None:  # the first file may have been stored after the last sweep
             await self.files.read_store_id()
@@ -137,7 +137,7 @@ class BatchRunner:
         try:
             await in_thread(FILES, delete_run, self._store, batch_id)
         except OSError as error:
-            log.warning("batch files not deleted", batch=batch_id, detail=f"{error}; the deletion is retried")
+            log.warning("batch files not deleted", batch=batch_id, detail=f"{error}; the deletion will be retried")
         else:
             await self.batches.close(batch_id, tenant)
 

@@ -52,7 +52,7 @@ class BatchOrder:
 
 
 class BatchService:
-    """Manages the batches of all tenants in one event loop. Methods raise RedisUnreachable and RedisRefused."""
+    """Manages the batches of all tenants in one event loop. All methods may raise RedisUnreachable or RedisRefused."""
 
     def __init__(self, settings: Settings, redis: Redis) -> None:
         self._settings = settings
@@ -97,8 +97,8 @@ class BatchService:
             with reaching_redis():
                 await self._redis.zrem(http_open_key(), entry)
             message = (
-                f"{limit} batches are open, which is the limit (gateway_open_batches); wait until one has "
-                "ended, or cancel one"
+                f"{limit} batches are open, the maximum (gateway_open_batches); wait until a batch has ended, or "
+                "cancel a batch"
             )
             raise ApiError(429, message, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
@@ -141,7 +141,7 @@ class BatchService:
     ) -> tuple[bool, str]:
         """Change the status and other fields if the current status is one of `expected` (see RecordStore.advance).
 
-        The time of the change is stored. The end of a batch is announced to webhooks (docs/adr/021-webhooks.md).
+        The time of the change is stored. Webhooks are notified when a batch ends (docs/adr/021-webhooks.md).
         """
         fields |= {"status": status, f"{status}_at": int(await self.records.now())}
         event = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
@@ -184,7 +184,10 @@ class BatchService:
 
 
 def _same_batch(earlier: Record, record: Record) -> Record:
-    """Return the earlier batch. Raises ApiError (409) if the earlier batch was created with a different body."""
+    """Return the earlier batch with the same idempotency key.
+
+    Raises ApiError (409) if the earlier batch was created with a different body.
+    """
     if earlier["asked"] != record["asked"] or earlier["tenant"] != record["tenant"]:
         raise key_reused()
     return earlier

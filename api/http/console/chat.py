@@ -1,4 +1,7 @@
-"""Chat with a model. Chats are stored in Redis, and a running answer in its job's journal, so both survive restarts."""
+"""Chat with a model.
+
+Chats are stored in Redis, and answers in progress are stored in their jobs' journals, so both survive restarts.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,9 @@ class ConsoleMessage(BaseModel):
         """
         if chat.running is not None:
             raise ApiError(
-                409, "an answer in this chat is not complete; wait until it is complete, or stop it", code="chat_busy"
+                409,
+                "an answer in this chat is still being generated; wait until the answer is complete, or stop it",
+                code="chat_busy",
             )
         if len(chat.turns) != self.num_turns:
             message = f"the chat has {len(chat.turns)} messages, and this page shows {self.num_turns}; reload the page"
@@ -185,7 +190,7 @@ async def _frame_of_end(chat: ConsoleChat) -> AsyncGenerator[bytes, None]:
 async def _frames(
     gateway: Gateway, store: ConsoleChatStore, chat: ConsoleChat, turn: ChatTurn, after: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of a running answer.
+    """Yield the frames of an answer in progress.
 
     The journal is read from its start even if the page has already shown some events, because the whole text is stored
     at the end.
@@ -253,7 +258,7 @@ async def _settle(store: ConsoleChatStore, chat_id: str, turn: ChatTurn) -> Chat
 
 
 async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
-    """Return the finished turn, built from its job's result, for a job whose events have expired."""
+    """Build the finished turn from the result of a job whose events have expired."""
     try:
         result: Any = await gateway.client.job(turn.job_id).result(RESULT_S)
     except UnknownJob:
@@ -267,7 +272,10 @@ async def _from_result(gateway: Gateway, turn: ChatTurn) -> ChatTurn:
 
 
 async def stop(request: Request) -> Response:
-    """Handle `POST /console/chat/{id}/stop`, which cancels the running answer. The text generated so far is kept."""
+    """Handle `POST /console/chat/{id}/stop`, which cancels the answer in progress.
+
+    The text generated so far is kept.
+    """
     gateway, caller = gateway_of(request), await console_caller(request)
     chat = await _find(request, ConsoleChatStore(gateway.redis, caller))
     if chat.running is not None:
@@ -308,7 +316,7 @@ async def show(request: Request) -> Response:
 
 
 def turn_view(turn: ChatTurn) -> dict[str, Any]:
-    """Return a turn's fields for display. Invisible characters in texts are replaced by visible symbols."""
+    """Return a turn's fields for display. Invisible characters in the text are replaced by visible symbols."""
     rate = "" if turn.tokens_per_s is None else f", {turn.tokens_per_s:.0f} tokens/s"
     return {
         "job_id": turn.job_id,
@@ -339,7 +347,7 @@ def _chat_id(request: Request) -> str:
 
 
 async def _find(request: Request, store: ConsoleChatStore) -> ConsoleChat:
-    """Return the chat in the path. Raises ApiError (404)."""
+    """Return the chat whose id is in the path. Raises ApiError (404)."""
     chat = await store.read(_chat_id(request))
     if chat is None:
         raise not_found("chat", _chat_id(request))

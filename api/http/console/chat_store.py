@@ -54,7 +54,7 @@ class ConsoleChat(BaseModel):
 
     @property
     def title(self) -> str:
-        """The chat's title, which is the beginning of its first message on one line."""
+        """The chat's title, which is the beginning of its first message without line breaks."""
         words = " ".join(self.turns[0].text.split()) if self.turns else ""
         return words if len(words) <= TITLE_CHARS else f"{words[: TITLE_CHARS - 1]}…"
 
@@ -97,7 +97,7 @@ class ChatEntry(BaseModel):
 
 
 class ConsoleChatStore:
-    """Stores the chats of one caller. Methods raise RedisUnreachable and RedisRefused.
+    """Stores the chats of one caller. All methods may raise RedisUnreachable or RedisRefused.
 
     Keys of the same tenant have separate chats because each key belongs to one person or program.
     """
@@ -164,7 +164,7 @@ class ConsoleChatStore:
         pipe.expire(self._index, CHAT_TTL_S)
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat. The job of a running answer is not cancelled."""
+        """Delete a chat. If an answer is in progress, its job is not cancelled."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=True) as pipe:
                 self._add_write(pipe, ConsoleChat(id=chat_id))

@@ -22,5 +22,5 @@ async def form_of(request: Request, max_bytes: int = MAX_FORM_BYTES) -> dict[str
     try:
         pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError as error:
-        raise ApiError(400, f"the form can't be read: {error}; submit it with the button on the page") from None
+        raise ApiError(400, f"the form can't be read: {error}; submit the form with the button on the page") from None
     return {name: text.strip() for name, text in pairs}

@@ -1,4 +1,4 @@
-"""The job list with its filters, and the page of a job with its timeline and live output."""
+"""The job list with its filters, and the job page with a timeline and live output."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ async def job_details(request: Request) -> Response:
 
 
 async def _requested(request: Request) -> tuple[Gateway, JobRecord]:
-    """Return the gateway and the job in the path. Raises ApiError (404) unless the visitor may see the job."""
+    """Return the gateway, and the job whose id is in the path.
+
+    Raises ApiError (404) unless the visitor may see the job.
+    """
     caller, gateway = await console_caller(request), gateway_of(request)
     job_id = request.path_params["job_id"]
     with reaching_redis():
@@ -243,8 +246,8 @@ def _end_text(record: JobRecord) -> tuple[str, str, str]:
 async def events(request: Request) -> Response:
     """Handle `GET /console/jobs/{id}/events`, which streams the events after `?after=` to an EventSource.
 
-    A reconnecting browser sends `Last-Event-ID`. After the last event, the response is 204, which stops the browser
-    from reconnecting.
+    A reconnecting browser sends `Last-Event-ID`. After the last event, the response status is 204, which stops the
+    browser from reconnecting.
     """
     gateway, record = await _requested(request)
     after = _after(request.headers.get("last-event-id") or request.query_params.get("after") or "-1")

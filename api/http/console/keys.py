@@ -63,7 +63,7 @@ async def create(request: Request) -> Response:
             key, entry = await create_key(_store(gateway), fields, lifetime_s, is_stored=file is None)
     except InvalidKeyField as error:
         return await _keys_page(request, status=400, problem=str(error), form=form)
-    log.info("api key created", key=entry.id, tenant=entry.tenant, by=caller)
+    log.info("API key created", key=entry.id, tenant=entry.tenant, by=caller)
     entry_text = None if file is None else as_toml(entry)
     return await _keys_page(request, status=201, secret=key.text, created=entry, entry_text=entry_text)
 
@@ -79,7 +79,7 @@ async def revoke(request: Request) -> Response:
         revoked = await revoke_key(_store(gateway), key_id)
     if revoked.entry is None:
         raise not_found("API key", key_id)
-    log.info("api key revoked", key=key_id, tenant=revoked.entry.tenant, by=caller)
+    log.info("API key revoked", key=key_id, tenant=revoked.entry.tenant, by=caller)
     return RedirectResponse(f"{base_of(request)}/keys", 303)
 
 

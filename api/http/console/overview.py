@@ -118,7 +118,7 @@ def _slots(entries: Sequence[WorkerModel]) -> tuple[int, int] | None:
 
 
 def _rate(entries: Sequence[WorkerModel]) -> float | None:
-    """Return generated tokens per second, or prefilled tokens per second if the model only embeds or reranks."""
+    """Return the generation rate in tokens per second, or the prefill rate if the model only embeds or reranks."""
     engines = [entry["engine"] for entry in entries if entry["engine"] is not None]
     if engines:
         return sum(engine["generation_rate"] for engine in engines)

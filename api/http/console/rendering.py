@@ -80,7 +80,7 @@ def fragment(request: Request, template: str, **context: Any) -> Response:
     """Render a page fragment that the browser requests repeatedly, or return 304 if the fragment has not changed.
 
     The ETag is a digest of the context, so an unchanged fragment isn't rendered. Therefore, the context must contain
-    displayed texts, such as "3 min ago", instead of numbers that always change.
+    display text, such as "3 min ago", instead of numbers that always change.
     """
     shown = repr((template, base_of(request), is_admin(request.state.console_caller), context))
     etag = f'"{hashlib.blake2b(shown.encode(), digest_size=16).hexdigest()}"'
@@ -136,12 +136,12 @@ def _environment() -> Environment:
 
 @functools.cache
 def _version_of(name: str) -> str:
-    """Return a static file's checksum, which makes browsers load the file again after an upgrade."""
+    """Return a static file's checksum, which makes browsers reload the file after an upgrade."""
     return f"{zlib.crc32((STATIC / name).read_bytes()):08x}"
 
 
 def duration_text(seconds: float | None) -> str:
-    """Format a duration for people, such as "0.4 s", "12 s", "3 min 20 s" or "4 d 2 h", or return "–" for None."""
+    """Format a duration for display, such as "0.4 s", "12 s", "3 min 20 s" or "4 d 2 h", or return "–" for None."""
     if seconds is None:
         return "–"
     if seconds < 10:
@@ -175,7 +175,7 @@ def count_text(number: float | None) -> str:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Format a size for people, such as "512 B", "1.5 MiB" or "20 GiB"."""
+    """Format a size for display, such as "512 B", "1.5 MiB" or "20 GiB"."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -205,7 +205,10 @@ async def _run_page(request: Request, template: str) -> Response:
 
 
 async def _find(request: Request) -> Record:
-    """Return the batch in the path. Administrators see the batches of all tenants. Raises ApiError (404)."""
+    """Return the batch whose id is in the path.
+
+    Administrators see the batches of all tenants. Raises ApiError (404).
+    """
     caller, records = await console_caller(request), runner_of(request).batches.records
     batch_id = request.path_params["id"]
     if is_admin(caller) and re.fullmatch("batch_[0-9a-f]{32}", batch_id):
@@ -216,7 +219,7 @@ async def _find(request: Request) -> Record:
 
 
 async def _run_view(runner: BatchRunner, record: Record) -> dict[str, Any]:
-    """Return a batch for display, with OpenAI's members, the file's name, and the estimated remaining time."""
+    """Return a batch for display: OpenAI's batch members, the file's name, and the estimated remaining time."""
     view = await runner.batches.view(record)
     counts, started_at = view["request_counts"], view["in_progress_at"]
     num_ended, is_open = counts["completed"] + counts["failed"], view["status"] in OPEN

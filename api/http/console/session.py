@@ -1,8 +1,8 @@
-"""Identify the console's visitor by a sign-in session.
+"""Identify console visitors by their sign-in sessions.
 
-While no API key exists, visitors on this machine need no session. A session is a random token in a cookie. Redis stores
-the token's digest with the API key's id and digest, so neither Redis nor the browser stores the key. On each request,
-the gateway checks that the key is still active.
+While no API key exists, visitors on this machine don't need a session. A session is a random token in a cookie. Redis
+stores the token's digest with the API key's id and digest, so neither Redis nor the browser stores the key. On each
+request, the gateway checks that the key is still active.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def base_of(request: Request) -> str:
 def check_same_origin(request: Request) -> None:
     """Raise ApiError (403) for a request sent by another site's page.
 
-    Pages of other sites may only link to the console. Browsers send `Sec-Fetch-Site` over https and on loopback, and
+    Pages on other sites may only link to the console. Browsers send `Sec-Fetch-Site` over https and on loopback, and
     `Origin` with every request that can change data. A request that can change data is therefore rejected if it has
-    neither header.
+    neither of these headers.
     """
     headers = request.headers
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
@@ -97,7 +97,7 @@ def check_same_origin(request: Request) -> None:
     if not is_own:
         raise ApiError(
             403,
-            "the console accepts only requests from its own pages; reload the page, and send the form again",
+            "the console accepts only requests from its own pages; reload the page, and submit the form again",
             code="origin_not_allowed",
         )
 

@@ -54,7 +54,7 @@ async def sign_in(request: Request) -> Response:
     if isinstance(caller, KeyCaller):
         await _end_session(request)
         token = await ConsoleSessions(gateway.redis).start(caller)
-        log.info("console sign-in", key=caller.key_id, tenant=caller.tenant)
+        log.info("signed in to console", key=caller.key_id, tenant=caller.tenant)
         response.set_cookie(
             COOKIE,
             token,

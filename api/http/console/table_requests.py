@@ -44,7 +44,7 @@ class TableRun(BaseModel):
     @classmethod
     def _check_model(cls, model: str) -> str:
         if not model:
-            raise ValueError("it is empty; choose the model for the rows")
+            raise ValueError("the model is empty; choose a model for the rows")
         return model
 
     @classmethod
@@ -79,7 +79,7 @@ def is_table(name: str) -> bool:
 def write_requests(table: Path, name: str, run: TableRun, target: Path, max_line_bytes: int) -> None:
     """Write one request per table row.
 
-    `name` is the table's file name before the upload. A row's id is the value of the column `custom_id` or `id`, or the
+    `name` is the uploaded table's original file name. A row's id is the value of the column `custom_id` or `id`, or the
     row number if the table has neither column. Raises ApiError (400 or 413), and OSError.
     """
     if table.stat().st_size > MAX_TABLE_BYTES:

@@ -1,6 +1,6 @@
 """Make characters that could hide or reorder text visible, so that hostile model output can't imitate the page.
 
-The templates and `textContent` escape HTML itself. Control characters and directional overrides are valid text in HTML,
+The templates and `textContent` escape HTML markup. Control characters and directional overrides are valid text in HTML,
 so escaping does not affect them.
 """
 

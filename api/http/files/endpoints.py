@@ -95,7 +95,7 @@ class ReceivedUpload:
 
 @contextlib.asynccontextmanager
 async def receive_upload(request: Request, caller: Caller) -> AsyncIterator[ReceivedUpload]:
-    """Receive a request's form and the file in it. Raises ApiError or ClientDisconnect."""
+    """Receive a request's form, including the uploaded file. Raises ApiError or ClientDisconnect."""
     files, settings = _files(request), gateway_of(request).settings
     quota = FileQuota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
     min_bytes = max(0, declared_bytes(request) - MAX_FORM_BYTES)  # size of the file at least, without other fields

@@ -57,7 +57,7 @@ class FileQuota:
 
 
 class RecordStore:
-    """Stores the records of either all files or all batches. Methods raise RedisUnreachable and RedisRefused."""
+    """Stores the records of either all files or all batches. All methods may raise RedisUnreachable or RedisRefused."""
 
     def __init__(self, redis: Redis, kind: Kind) -> None:
         self._redis = redis
@@ -103,7 +103,7 @@ class RecordStore:
         return bool(added == 1)
 
     async def find(self, object_id: str, caller: Caller) -> Record:
-        """Return a record of the caller's tenant.
+        """Return a record that belongs to the caller's tenant.
 
         Raises ApiError (404) if the record does not exist or belongs to another tenant.
         """
@@ -113,7 +113,7 @@ class RecordStore:
         return record
 
     async def read(self, object_id: str) -> Record | None:
-        """Return a record of any tenant, or None if it does not exist or has expired."""
+        """Return a record that belongs to any tenant, or None if the record does not exist or has expired."""
         return next(iter(await self.read_all([object_id])), None)
 
     async def advance(

@@ -67,7 +67,7 @@ class FileService:
     async def count_upload(self, caller: Caller, num_bytes: int, quota: FileQuota) -> AsyncIterator[None]:
         """Count an upload of at least `num_bytes` bytes against the quota while this gateway is receiving it.
 
-        Other uploads in progress also count. Raises ApiError (429).
+        Other uploads in progress also count against the quota. Raises ApiError (429).
         """
         incoming = self._incoming.setdefault(caller.tenant, [])
         incoming.append(num_bytes)

@@ -30,7 +30,7 @@ class DirectoryStore:
     """A store in a directory.
 
     Uploads and runs are kept in the same directory so that renaming can turn them into stored files. The names that the
-    gateway uses contain only letters, digits, `_`, `-`, `.` and `/`. Methods raise OSError.
+    gateway uses contain only letters, digits, `_`, `-`, `.` and `/`. All methods may raise OSError.
     """
 
     shares_work = True  # other gateways can read `work_dir`
@@ -88,7 +88,7 @@ class DirectoryStore:
             shutil.rmtree(self._files / name)
 
     def older_than(self, before: float) -> list[str]:
-        """Return the files that were stored before this time in Unix seconds.
+        """Return the files that were stored before this time, which is in Unix seconds.
 
         A file's time comes from the clock of the gateway that stored it.
         """
@@ -103,8 +103,8 @@ class DirectoryStore:
 class UrlStore:
     """A store on any storage that fsspec supports, for example a bucket.
 
-    This class has the same methods as DirectoryStore. The storage must replace objects atomically, like all object
-    stores.
+    This class has the same methods as DirectoryStore. The storage must replace objects atomically, as all object stores
+    do.
     """
 
     shares_work = False
@@ -248,7 +248,7 @@ def download(store: FileStore, name: str, local: Path) -> None:
 
 def unavailable(error: OSError) -> ApiError:
     """Log a store error. Return an error for the client that contains no paths on this machine."""
-    log.error("file store failed", detail=f"{error}; the request fails with status 503")
+    log.error("file storage access failed", detail=f"{error}; the request fails with status 503")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = "the gateway has no space left for files; delete some"
     else:

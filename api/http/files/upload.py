@@ -104,9 +104,9 @@ class _FormReader:
     def end(self) -> UploadForm:
         """Finish writing the file to disk, and return the form."""
         if not self._has_ended:
-            raise ApiError(400, "the form ends in the middle of a part; send the complete form")
+            raise ApiError(400, "the form ends in the middle of a part; send the whole form")
         if self._form.name is None:
-            raise ApiError(400, "file is missing; send it as a part with a file name", param="file")
+            raise ApiError(400, "file is missing; send the file as a form part with a file name", param="file")
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._form
@@ -180,5 +180,5 @@ def _display_name(name: bytes) -> str:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(
-        413, f"the file has more than {limit} bytes, which is the limit; split it, or raise gateway_max_file_bytes"
+        413, f"the file has more than {limit} bytes, the maximum; split it, or raise gateway_max_file_bytes"
     )

@@ -163,10 +163,10 @@ class _Admitted:
             await self._limiter.settle(self._reserved, num_tokens if self._reserved.num_tokens else 0)
         except RedisError as error:
             log.warning(
-                "key charge not settled",
+                "API key usage not updated",
                 key=self._reserved.key_id,
                 request=self._reserved.id,
-                detail=f"{error}; the estimate remains charged",
+                detail=f"{error}; the estimated tokens still count towards the key's limit",
             )
 
 
@@ -208,10 +208,10 @@ def _redis_errors_as_503() -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        log.error("key check failed", detail=f"Redis: {error!r}; the request fails with status 503")
+        log.error("API key check failed", detail=f"Redis: {error!r}; the request fails with status 503")
         raise ApiError(
             503,
-            "API keys can't be checked because Redis does not answer; retry soon",
+            "API keys can't be checked because Redis does not answer; retry shortly",
             code="redis_unreachable",
             retry_after_s=OUTAGE_RETRY_S,
         ) from None
@@ -277,7 +277,7 @@ async def _check_keys(settings: Settings, file: KeyFile | None, host: str) -> No
             has_keys = bool(await KeyStore(redis, file).all())
         except RedisError as error:
             log.warning(
-                "API keys not checked", detail=f"Redis: {error}; requests fail with status 503 until Redis answers"
+                "API keys not read", detail=f"Redis: {error}; requests fail with status 503 until Redis answers"
             )
             return
     if not has_keys:

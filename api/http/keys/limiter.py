@@ -1,9 +1,10 @@
-"""Apply API key limits. Redis counts usage by its own clock, so limits are exact with any number of gateways.
+"""Apply API key limits. Redis counts usage based on its own clock, so limits are exact with any number of gateways.
 
-Requests and tokens count for 60 s after they are charged, so a key's usage doesn't exceed its limits in any 60 s
-interval. A request is charged and counts as one job before its body is read. Once the body is known, the request's
-estimated tokens are charged. At the end, the number of tokens that the request used replaces the estimate. Each job has
-a lease, which its gateway renews. If a gateway dies, its jobs stop counting towards the limit after LEASE_S.
+Requests and tokens count toward the limits for 60 s after they are charged, so a key's usage doesn't exceed its limits
+in any 60 s interval. A request is charged and counts as one job before its body is read. Once the body is known, the
+request's estimated tokens are charged. When the request ends, the number of tokens that the request used replaces the
+estimate. Each job has a lease, which its gateway renews. If a gateway dies, its jobs stop counting towards the limit
+after LEASE_S.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class LimitDecision:
 
     @property
     def is_permanent(self) -> bool:
-        """Whether a retry of the same request is certain to fail."""
+        """Whether retrying the same request is certain to fail."""
         return self.verdict in ("too large", "too many")
 
 
@@ -117,7 +118,7 @@ class Limiter:
     """Applies the limits of all keys in one event loop."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] | None = None) -> None:
-        """Create a limiter. `now` replaces Redis' clock in tests."""
+        """Create a limiter. `now` replaces the Redis clock in tests."""
         self._redis = redis
         self._now = now
         self._scripts = {name: redis.register_script(lua_source(__package__, "prelude", name)) for name in SCRIPTS}

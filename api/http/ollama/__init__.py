@@ -1,4 +1,4 @@
-"""Ollama's endpoints for chats, completions, vectors and model lists (docs/how-to/ollama.md).
+"""Ollama's endpoints for chats, completions, embeddings and model lists (docs/how-to/ollama.md).
 
 `reading.py` parses bodies and finds models by their Ollama names. All errors below `/api/` have Ollama's format.
 """

@@ -45,9 +45,9 @@ async def embeddings(request: Request) -> Response:
 
 
 async def _run(parsed: ParsedRequest, url: str) -> tuple[list[Any], int, dict[str, str]]:
-    """Return the vectors, the number of tokens, and the response headers.
+    """Return the embeddings, the number of tokens, and the response headers.
 
-    If there are no texts, only look up the model.
+    If there is nothing to embed, only look up the model.
     """
     model = await find_named(parsed.gateway, parsed.caller, parsed.body.get("model"))
     name, priority, client = parsed.name_of(model), TIERS[parsed.tier()], parsed.gateway.client

@@ -102,8 +102,8 @@ async def _answer(parsed: ParsedRequest, url: str) -> Response:
     if unloads(parsed.body.get("keep_alive")):
         raise ApiError(
             400,
-            "keep_alive is 0, but requests can't unload a model, because other clients may use it; run `cellama models "
-            "unload`",
+            "keep_alive is 0, but requests can't unload a model, because other clients may be using the model; run "
+            "`cellama models unload`",
         )
     return JSONResponse(ollama_request.form.loaded())
 

@@ -20,7 +20,10 @@ async def tags(request: Request) -> Response:
 
 
 async def ps(request: Request) -> Response:
-    """Handle `GET /api/ps`. The answer lists all models that accept jobs, because all of these models are in memory."""
+    """Handle `GET /api/ps`.
+
+    The response lists all models that accept jobs, because all of these models are in memory.
+    """
     caller = await caller_of(request)
     return JSONResponse({"models": list(map(running, await gateway_of(request).models(caller)))})
 

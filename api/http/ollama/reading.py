@@ -22,7 +22,7 @@ async def read_body(request: Request) -> ParsedRequest:
 async def find_named(gateway: Gateway, caller: Caller, name: object) -> ModelView:
     """Return the model with this name.
 
-    If there is no such model, ignore the tag `:latest` in the name. Raises the errors of `find_model`.
+    If no model has this name, ignore the tag `:latest`. Raises the errors of `find_model`.
     """
     if isinstance(name, str) and name.endswith(LATEST):
         ids = [view["id"] for view in await gateway.listed_models(EVERY_MODEL)]

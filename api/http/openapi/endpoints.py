@@ -22,7 +22,7 @@ OPENAPI = "/openapi.json"
 async def openapi(request: Request) -> Response:
     """Handle `GET /openapi.json`.
 
-    Creating the document takes a moment, so it is created only once, in a separate thread.
+    Creating the document takes a moment, so the document is created only once, in a separate thread.
     """
     state, server = request.app.state, request.scope.get("root_path") or "/"
     if not hasattr(state, "openapi"):

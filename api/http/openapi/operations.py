@@ -1,7 +1,7 @@
 """The table of all gateway operations.
 
-A test fails for each endpoint without a row. A row contains only properties that the endpoint's code doesn't define: a
-summary, the shapes of the answers, the reasons for failures, and examples.
+A test fails if an endpoint does not have a row. A row contains only properties that the endpoint's code doesn't define:
+a summary, the shapes of the answers, the reasons for failures, and examples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHORT = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """A stream of server-sent events, whose data is JSON.
+    """A stream of server-sent events with JSON data.
 
     `has_end` is True if the stream ends with an event whose data is `[DONE]`.
     """
@@ -66,7 +66,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of a path.
+    """One HTTP method of a path.
 
     `answers` maps the media types of a successful response to their shapes: a type, `Events`, or None for bytes or
     text. `failures` contains error codes, and the statuses of errors without a code (`failures.py`).

@@ -110,7 +110,10 @@ def _names(table: BodyTable) -> set[str]:
 
 
 def _callers_type(info: FieldInfo) -> Any:
-    """Return a job parameter's type for callers. If the payload converts the value, `TypedAs` specifies this type."""
+    """Return the type that callers may use for a job parameter.
+
+    If the payload converts the value, `TypedAs` specifies the callers' type.
+    """
     texts = [each.text for each in info.metadata if isinstance(each, TypedAs)]
     if texts:
         return eval(texts[-1], _CALLERS_TYPES)

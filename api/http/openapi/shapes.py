@@ -251,7 +251,7 @@ class BatchParameters(TypedDict, total=False):
 
 
 class BatchProblem(TypedDict):
-    """An error in the input file of a batch."""
+    """An error in a batch's input file."""
 
     code: str
     message: str
@@ -260,14 +260,14 @@ class BatchProblem(TypedDict):
 
 
 class BatchProblems(TypedDict):
-    """The errors in the input file of a batch."""
+    """The errors in a batch's input file."""
 
     object: Literal["list"]
     data: list[BatchProblem]
 
 
 class RequestCountsOfBatch(TypedDict):
-    """The numbers of total, completed and failed requests in a batch."""
+    """The total, completed and failed request counts of a batch."""
 
     total: int
     completed: int

@@ -237,7 +237,10 @@ class _ParsedBody:
 
 
 def _parse_body(body: Mapping[str, Any], response_id: str, defaults: Mapping[str, Any]) -> _ParsedBody:
-    """Parse a body without its context. `defaults` contains the model's sampling parameters. Raises ApiError."""
+    """Parse a body, but not the conversation that it continues.
+
+    `defaults` contains the model's sampling parameters. Raises ApiError.
+    """
     try:
         params, shown = params_of(body), response_fields(body, defaults)
         items, shows_signatures = items_of(body["input"], response_id), includes_signatures(body)
@@ -271,7 +274,7 @@ async def answer(parsed: ParsedRequest) -> Response:
 
 @functools.lru_cache(maxsize=64)  # agents send the same tools with every request
 def _log_once(warning: str) -> None:
-    log.warning("part of the request ignored", detail=warning)
+    log.warning("unsupported part of request ignored", detail=warning)
 
 
 async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> NewResponse:

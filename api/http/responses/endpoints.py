@@ -62,7 +62,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Handle `POST /v1/responses/{id}/cancel`. A finished response does not change."""
+    """Handle `POST /v1/responses/{id}/cancel`. Cancelling a finished response has no effect."""
     gateway, record = await _requested(request)
     if not record.background:
         raise ApiError(
@@ -88,7 +88,7 @@ async def delete(request: Request) -> Response:
         if not status.has_ended:
             raise ApiError(
                 503,
-                f"{record.id} is being cancelled, but has not ended; retry soon",
+                f"{record.id} is being cancelled, but has not ended yet; retry shortly",
                 code="not_ended",
                 retry_after_s=1.0,
             )
@@ -107,7 +107,7 @@ async def input_items(request: Request) -> Response:
 
 
 async def _requested(request: Request) -> tuple[Gateway, ResponseRecord]:
-    """Return the gateway and the response in the path.
+    """Return the gateway, and the response whose id is in the path.
 
     Raises ApiError (404) if the response does not belong to the caller.
     """
@@ -130,7 +130,7 @@ def _starting_after(request: Request) -> int | None:
     if not (value.isascii() and value.isdecimal() and len(value) < 16):
         raise ApiError(
             400,
-            f"starting_after is {value[:40]!r}; it must be a sequence_number, which is 0 or above",
+            f"starting_after is {value[:40]!r}; it must be a sequence_number of 0 or more",
             param="starting_after",
         )
     return int(value)

@@ -31,8 +31,8 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 class ResponseStatus:
     """The current state of a response.
 
-    `response` is the object for clients. When the response has ended, `finish_key` is the key of its context, or None
-    if it has no context. `has_all_events` is False if events have expired, so the response can't be streamed.
+    `response` is the object that clients receive. When the response has ended, `finish_key` is the key of its context,
+    or None if it has no context. `has_all_events` is False if events have expired, so the response can't be streamed.
     """
 
     response: dict[str, Any]
@@ -123,7 +123,7 @@ def _event_of(entry: Any) -> Any:
 
 
 def stream_of(gateway: Gateway, record: ResponseRecord, after: int) -> EventStream:
-    """Stream the events of a response whose numbers are above `after`, whether or not the response has ended."""
+    """Stream a response's events that are numbered above `after`, whether or not the response has ended."""
     events = _events(gateway, record)
     return EventStream(with_errors(frames(record, events, after, wait_of=gateway.wait_of), error_frame), events.aclose)
 
@@ -139,7 +139,7 @@ async def _events(gateway: Gateway, record: ResponseRecord) -> Events:
 async def frames(
     record: ResponseRecord, events: Events, after: int = -1, *, wait_of: WaitOf
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames whose numbers are above `after`. `events` must start with the first event of the job.
+    """Yield the frames that are numbered above `after`. `events` must start with the first event of the job.
 
     `wait_of` is `Gateway.wait_of`.
     """

@@ -43,7 +43,7 @@ def digest_of(body: object) -> str:
 
 
 class ResponseStore:
-    """Stores the records of all responses. Methods raise ApiError, RedisUnreachable and RedisRefused."""
+    """Stores the records of all responses. All methods may raise ApiError, RedisUnreachable or RedisRefused."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._redis = gateway.redis
@@ -66,7 +66,7 @@ class ResponseStore:
         return first
 
     async def notify_on_end(self, record: ResponseRecord) -> None:
-        """Request an announcement of the job's end to the tenant's webhooks.
+        """Request that the tenant's webhooks are notified when the job ends.
 
         Call this method before the job is queued.
         """

@@ -91,7 +91,9 @@ class Webhooks:
                 await self._deliver(delivery)
         except Exception:
             log.exception(
-                "webhook attempt failed", delivery=delivery.id, detail="unexpected error; the delivery is retried later"
+                "webhook delivery attempt failed",
+                delivery=delivery.id,
+                detail="unexpected error; the delivery will be retried",
             )
         finally:
             self._num_to[delivery.endpoint_id] -= 1
@@ -108,14 +110,14 @@ class Webhooks:
                 "webhook endpoint disabled",
                 endpoint=endpoint.id,
                 status=410,
-                detail="no more events are sent to this endpoint",
+                detail="the endpoint will receive no more events",
             )
             await self._endpoints.disable(endpoint)
         retry_in_s = None if outcome.is_gone else wait_after(delivery.attempts, outcome)
         if not outcome.is_delivered and not outcome.is_gone:
-            then = "it was the last attempt" if retry_in_s is None else f"retrying in {retry_in_s:.0f} s"
+            then = "this was the last attempt" if retry_in_s is None else f"retrying in {retry_in_s:.0f} s"
             log.warning(
-                "webhook attempt failed",
+                "webhook delivery attempt failed",
                 delivery=delivery.id,
                 attempt=delivery.attempts,
                 detail=f"{outcome.reason}; {then}",
@@ -124,7 +126,7 @@ class Webhooks:
 
 
 def wait_after(num_attempts: int, outcome: DeliveryOutcome) -> float | None:
-    """Return the seconds until the next attempt, or None after the last attempt."""
+    """Return the number of seconds until the next attempt, or None after the last attempt."""
     if outcome.is_delivered or num_attempts > len(RETRY_WAITS_S):
         return None
     wait_s = RETRY_WAITS_S[num_attempts - 1] * random.uniform(1, 1 + JITTER)

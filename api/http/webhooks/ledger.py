@@ -39,7 +39,7 @@ class Delivery:
 
 
 class DeliveryLedger:
-    """Creates, leases and settles deliveries. Every call can be repeated safely. Methods raise RedisError."""
+    """Creates, leases and settles deliveries. Every call can be repeated safely. All methods may raise RedisError."""
 
     def __init__(self, redis: Redis, token: str) -> None:
         """Create the ledger. `token` identifies this gateway in leases."""

@@ -33,7 +33,10 @@ class AddressRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address to connect to. The address is stored so that the host name is not resolved a second time."""
+    """The address that the sender connects to.
+
+    The address is stored so that the host name is not resolved a second time.
+    """
 
     address: str
     host: str
@@ -64,7 +67,7 @@ async def target_of(url: str, *, private: bool = False, resolve: Resolver = reso
                 f"url: {host} has the private address {address}; set gateway_webhook_private to allow it"
             )
     if not addresses:
-        raise OSError(f"{host} has no address")
+        raise OSError(f"host {host} has no IP address")
     return Target(addresses[0], host, port)
 
 
@@ -103,7 +106,7 @@ class DeliveryOutcome:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the endpoint has answered 410 (Gone), which rejects all further events."""
+        """Whether the endpoint has responded with status 410 (Gone), which rejects all further events."""
         return self.status == GONE
 
 
@@ -143,7 +146,7 @@ class Sender:
         )
 
     async def send(self, delivery: Delivery, endpoint: Endpoint) -> DeliveryOutcome:
-        """Make one attempt, which never takes longer than the timeout."""
+        """Make one delivery attempt, which never takes longer than the timeout."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._post(delivery, endpoint)

@@ -1,4 +1,7 @@
-"""Convert request bodies of `/v1/responses` into chat parameters and response fields. Functions raise InvalidJob."""
+"""Convert request bodies of `/v1/responses` into chat parameters and response fields.
+
+The functions in this module raise InvalidJob for invalid bodies.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ def metadata_of(given: Any) -> dict[str, str]:
 def _is_text(value: Any, max_chars: int) -> bool:
     """Return whether the value is a valid Unicode string that is not too long.
 
-    JSON can contain half of a surrogate pair, but responses can't.
+    JSON can contain a lone surrogate, but responses can't.
     """
     return isinstance(value, str) and len(value) <= max_chars and valid_text(value) == value
 
@@ -155,7 +158,7 @@ def _take_text(params: dict[str, Any], given: Mapping[str, Any]) -> None:
     if kind in (None, "text"):
         return
     if other := [name for name in CONSTRAINTS if name in params]:
-        raise InvalidJob(f"text is {shorten(given['text'])}, but {other[0]} is also given; leave one out")
+        raise InvalidJob(f"text is {shorten(given['text'])}, but {other[0]} is also given; remove one of them")
     if kind == "json_object" or (kind == "json_schema" and "schema" in text_format):
         params["json_schema"], strict = schema_of_format(text_format, "text")
         params.setdefault("strict_schema", strict)

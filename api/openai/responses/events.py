@@ -23,7 +23,7 @@ _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
 
 
 class ResponseEvents:
-    """Converts a job's events into its response's events, and keeps the response's state."""
+    """Converts a job's events into response events, and tracks the response's state."""
 
     def __init__(self, record: ResponseRecord) -> None:
         self._record = record
@@ -238,7 +238,7 @@ class OutputItems:
         yield from self.close()
 
     def add_calls(self, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
-        """Add call pieces. The first piece of a call completes the item before the call."""
+        """Add call pieces. The first piece of a call completes the preceding item."""
         for delta in deltas:
             if "id" in delta:
                 yield from self.close()

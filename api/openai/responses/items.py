@@ -1,4 +1,7 @@
-"""Convert conversation items into chat messages and into the item list format. Functions raise InvalidJob."""
+"""Convert conversation items into chat messages and into the item list format.
+
+The functions in this module raise InvalidJob for invalid items.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def _item(index: int, item: Any, response_id: str) -> dict[str, Any] | None:
     if not isinstance(kind, str):
         raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a string")
     if kind == "item_reference":  # the endpoint replaces references
-        raise InvalidJob(f"{where}.type is {kind!r}, which is not supported here; send the item itself")
+        raise InvalidJob(f"{where}.type is {kind!r}, which this server does not support; send the item itself")
     if kind not in _PREFIXES:
         return None
     item_id = _text(where, item, "id") if item.get("id") else f"{_PREFIXES[kind]}_{response_id[5:]}_{index}"
@@ -131,7 +134,10 @@ def _checked(where: str, text: str) -> str:
 
 
 def _texts(where: str, content: Any) -> list[str]:
-    """Return the texts in a message's content, which is a string or a list of parts. Refusals are treated as text."""
+    """Return the text parts of a message's content, which is a string or a list of parts.
+
+    Refusals are treated as text.
+    """
     if isinstance(content, str):
         return [_checked(where, content)]
     if not isinstance(content, list):

@@ -1,4 +1,7 @@
-"""Define how each parameter of `/v1/responses` is handled. Parameters not listed here are job parameters or unknown."""
+"""Define how each parameter of `/v1/responses` is handled.
+
+Parameters that are not listed are either job parameters or unknown.
+"""
 
 from __future__ import annotations
 

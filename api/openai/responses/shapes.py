@@ -1,4 +1,4 @@
-"""The shapes for `/v1/responses`: its mapped parameters, the response object, and the stream's events."""
+"""The shapes for `/v1/responses`: the mapped parameters, the response object, and the stream's events."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ InputItem = InputMessage | InputFunctionCall | InputFunctionOutput | InputReason
 
 
 class SchemaTextFormat(TypedDict):
-    """JSON that follows a schema."""
+    """JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     name: NotRequired[str]

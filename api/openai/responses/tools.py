@@ -1,8 +1,8 @@
 """Convert a body's tools into functions, including the functions in tools of type `namespace`.
 
 Chat templates support only functions, so a function in a namespace is offered to the model as `NAMESPACE__NAME`. When
-clients receive calls of this function and send them back, the two parts of the name are in the fields `namespace` and
-`name`. Functions raise InvalidJob.
+clients receive calls to this function and send them back, the two parts of the name are in the fields `namespace` and
+`name`. The functions in this module raise InvalidJob for invalid tools.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def shown_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def warnings_of_tools(body: Mapping[str, Any]) -> list[str]:
-    """Return one warning for each type of skipped tools."""
+    """Return one warning for each type of skipped tool."""
     inner = (tool for namespace in _tools(body) if _is_namespace(namespace) for tool in namespace["tools"])
     skipped = [
         str(tool.get("type")) for tool in [*_tools(body), *inner] if not (_is_function(tool) or _is_namespace(tool))

@@ -111,7 +111,7 @@ def _mib(footprint: Footprint, part: str) -> float:
 
 
 def _use(model: Any, options: EngineOptions, capabilities: frozenset[str]) -> None:
-    """Compute a full batch in all slots, and embed the longest text, depending on the model's capabilities."""
+    """Compute a full batch in all slots or embed the longest text, or both, depending on the model's capabilities."""
     if "generate" in capabilities:
         length = max(16, -(-options.n_batch // options.num_slots))
         prompts = [tuple(range(300 + slot, 300 + slot + length)) for slot in range(options.num_slots)]

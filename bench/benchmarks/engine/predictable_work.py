@@ -42,7 +42,7 @@ class PredictableWork(NamedTuple):
 def copying(count: int) -> list[str]:
     """Return prompts that repeat the opening of a story, repeat it with a different name, or quote one of two stories.
 
-    The bundled model was trained on these stories, so it does copy from the prompt.
+    The bundled model was trained on these stories, so it copies from the prompt.
     """
     told = [(animal, name, plot.names) for animal, plot in PLOTS.items() for name in plot.names]
     texts = []

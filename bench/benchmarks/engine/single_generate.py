@@ -53,7 +53,7 @@ def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
 
 
 def _of_server(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """Return the medians of llama-server's time to first token, rate and total time, in the units of `_of_engine`."""
+    """Return llama-server's median time to first token, rate and total time, in the same units as `_of_engine`."""
     rate = median(reply.generation_rate for reply in replies)
     return median(reply.ttft_s for reply in replies) * 1e3, rate, median(reply.total_s for reply in replies) * 1e3
 

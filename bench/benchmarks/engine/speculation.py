@@ -1,4 +1,4 @@
-"""Compare decoding with and without speculation, and with llama-server, for several kinds of work and stream counts."""
+"""Compare decoding with and without speculation, and with llama-server, for several types of work and stream counts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CAVEATS = (
 
 
 class WorkRun(NamedTuple):
-    """The generated tokens of one run, with the rate and the numbers of accepted and rejected draft tokens."""
+    """The tokens that one run generated, the rate, and the numbers of accepted and rejected draft tokens."""
 
     rate: float  # tokens per second
     tokens: list[tuple[int, ...]]
@@ -60,7 +60,7 @@ class WorkRun(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="kinds of work to measure")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="workloads to measure")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64], choices=list(NUM_NEW))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -68,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="*",
         default=[1, 4, 16],
-        help="stream counts to measure with llama-server",
+        help="numbers of concurrent streams to measure with llama-server",
     )
     parser.add_argument(
-        "--new", type=int, default=None, help="number of tokens per request (default: depends on the kind)"
+        "--new", type=int, default=None, help="number of tokens per request (default: depends on the workload)"
     )
 
 
@@ -130,7 +130,10 @@ def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Pr
 
 
 def _groups(work: PredictableWork, streams: int) -> Iterator[list[list[int]]]:
-    """Yield groups of prompts to run concurrently: one prompt per stream, or three groups for a single stream."""
+    """Yield groups of prompts to run concurrently. A group has one prompt per stream.
+
+    A single stream gets three groups, which run one after another.
+    """
     count = 3 * streams if streams == 1 else streams
     for at in range(0, count, streams):
         yield work.prompts[at : at + streams]

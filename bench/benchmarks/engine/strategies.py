@@ -1,4 +1,4 @@
-"""Compare the batch strategies by time to first token, gaps and rate.
+"""Compare the batch strategies by time to first token, gaps between tokens, and rate.
 
 Requests have mixed lengths and are all sent at the same time. llama-server, which has a single batch strategy and no
 priorities, receives the same requests and has the same number of slots. The steps are also simulated with calculated

@@ -1,4 +1,4 @@
-"""Measure tokenization alone, in several threads, and during generation, for increasing numbers of callers.
+"""Measure tokenization in one thread and in several threads, and during generation with increasing numbers of callers.
 
 Callers that send text tokenize it in their own threads while the engine computes. Callers that send tokens have
 tokenized their prompts beforehand. Both kinds of calls alternate with calls to llama-server over HTTP, so noise affects

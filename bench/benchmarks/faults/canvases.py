@@ -121,7 +121,7 @@ class Builder:
         return canvas
 
     def _job(self, canvas_jobs: list[str], *, model: str = "", **params: Any) -> Signature:
-        """Return a job with its own prompt or, with `model`, a job that continues the text of the previous job."""
+        """Return a job with its own prompt or, if `model` is given, a job that continues the previous job's text."""
         from cellama.tasks import generate
 
         place = len(canvas_jobs)
@@ -228,7 +228,7 @@ class CanvasScenario:
         return self._run("canvas", planned, self._all_at_once, self._kill_at_any_moment)
 
     def ends(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Kill a worker between the end of each marked job and the job's next step, and return rows and violations."""
+        """Kill a worker at a chosen point after the end of each marked job, and return rows and violations."""
         ends = [(kind, point) for kind, point in ENDS if point in self._args.points]
         planned = list(islice(cycle(ends), self._args.ends))
         random.Random(self._args.seed).shuffle(planned)
@@ -297,7 +297,7 @@ class CanvasScenario:
         return canvases
 
     def _until_all_kill(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
-        """Send a few marked canvases at a time, and repeat a canvas if another canvas killed its worker first."""
+        """Send a few marked canvases at a time, and repeat each canvas whose mark has not killed a worker."""
         builder = Builder(self._args)
         directory = self._service.fatal_points
         sent: list[Canvas] = []
@@ -383,7 +383,7 @@ class _CanvasCheck:
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
     def missing_steps(self) -> list[str]:
-        """Return a line for each step that ran less often than expected, with the actual and expected runs."""
+        """Return a line for each step that ran less often than expected, with actual and expected numbers of runs."""
         steps = [step for canvas in self._canvases for step in canvas.steps.items()]
         return [f"{name}: {ran} of {times}" for name, times in steps if (ran := self._runs.get(name, 0)) < times]
 
@@ -409,7 +409,7 @@ class _CanvasCheck:
         }
 
     def wrong(self, row: Mapping[str, Any]) -> list[str]:
-        """Return a line for each guarantee that the figures of `row` violate."""
+        """Return a line for each guarantee that the figures in `row` violate."""
         none = ("stored otherwise", "torn", "texts off", "steps lost")
         lines = broken_promises(self._scenario, row, ("ended once", "stored"), none)
         if row["bodies once"] != row["chords"]:
@@ -418,7 +418,7 @@ class _CanvasCheck:
         return lines
 
     def by_point(self, kills: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """Return a row for each point, with the numbers of killed workers, lost steps and repeated steps."""
+        """Return a row for each kill point, with the numbers of killed workers, lost steps and repeated steps."""
         used = Counter(point for point, _ in kills)
         rows = []
         for point in fatal_points.POINTS:

@@ -1,10 +1,10 @@
-"""Disturb workers, Redis and journals in many ways, and check the outcome of each job.
+"""Inject faults into workers, Redis and journals, and check the outcome of each job.
 
 Workers are killed, suspended or started with skewed clocks. Redis restarts, loses recent writes or refuses commands.
 Journals expire. Real worker processes with the bundled model and a real Redis run on this machine. Half of the jobs
-stream. All jobs are greedy, and each text is compared with the text of an undisturbed run. Texts that diverge at a near
-tie are counted separately (reference_texts.py). In the first six scenarios, clients read some of the streams while
-their jobs are running. A token counts as generated twice if two workers sampled it.
+stream their output. All jobs are greedy, and each text is compared with the text of an undisturbed run. Texts that
+diverge at a near tie are counted separately (reference_texts.py). In the first six scenarios, clients read some of the
+streams while their jobs are running. A token counts as generated twice if two workers sampled it.
 """
 
 from __future__ import annotations
@@ -62,17 +62,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chord", type=int, default=50, help="number of parts per chord")
     parser.add_argument(
-        "--ends", type=int, default=2 * len(ENDS), help="number of workers to kill between a job and its next step"
+        "--ends",
+        type=int,
+        default=2 * len(ENDS),
+        help="number of workers to kill between a job's end and the next step",
     )
     parser.add_argument(
         "--points",
         nargs="+",
         choices=list(POINTS),
         default=list(POINTS),
-        help="points between a job and its next step at which workers are killed",
+        help="points between a job's end and the next step at which to kill workers",
     )
     parser.add_argument("--refusals", nargs="+", choices=REFUSALS, default=list(REFUSALS))
-    parser.add_argument("--refused", type=float, default=5.0, help="seconds for which Redis refuses commands each time")
+    parser.add_argument(
+        "--refused", type=float, default=5.0, help="duration in seconds of each period in which Redis refuses commands"
+    )
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to stop workers in the `expired` scenario"
     )

@@ -2,7 +2,7 @@
 
 Journals of unfinished jobs must not expire while no worker is running, even after `journal_ttl_s`. Half of these
 journals are then deleted, as if they had expired. Jobs without a journal end with `stream_trimmed`, and the other jobs
-resume. No job may be repeated endlessly, and both the journal and Celery's result must contain each job's end.
+resume. No job may be repeated endlessly, and both the journal and Celery's result must contain each job's outcome.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ExpiryScenario(Scenario):
         return list(job_ids)
 
     def _wait(self, jobs: Sequence[str]) -> None:
-        """Wait until journals and Celery's results contain each job's end, or until no job has ended for a while."""
+        """Wait until journals and Celery's results contain each job's outcome, or no job has ended for a while."""
 
         def num_ended() -> int:
             journals = [journal_of(self._redis, job_id) for job_id in jobs]

@@ -52,17 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--first-form",
         type=int,
         default=0,
-        help="index of the first hostile schema, expression or grammar, for example to run only one",
+        help="index of the first hostile schema, expression or grammar, for example to run a single item",
     )
     parser.add_argument("--payloads", type=int, default=10_000, help="number of random payloads")
     parser.add_argument(
-        "--first", type=int, default=0, help="index of the first random payload, for example to run only one"
+        "--first", type=int, default=0, help="index of the first random payload, for example to run a single payload"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--warm-up", type=int, default=200, help="number of random payloads to send before measuring memory and keys"
     )
-    parser.add_argument("--corpus", default="", metavar="PART", help="run only entries whose names contain this string")
+    parser.add_argument(
+        "--corpus", default="", metavar="PART", help="run only corpus entries whose names contain this string"
+    )
     parser.add_argument("--in-flight", type=int, default=8, help="number of random payloads to keep in flight")
     parser.add_argument("--in-flight-corpus", type=int, default=1, help="number of corpus entries to keep in flight")
     parser.add_argument("--good", type=int, default=4, help="number of other users' jobs to keep in flight")
@@ -129,7 +131,7 @@ def _lasting_keys(redis: Redis) -> frozenset[str]:
 
 @dataclass
 class _Job:
-    """A job that was sent, and the data with which its outcome is checked."""
+    """A job that was sent, and the data for checking the job's outcome."""
 
     id: str
     sent_at: float
@@ -140,7 +142,7 @@ class _Job:
 
 @dataclass
 class _Tally:
-    """The counts of payloads and jobs in one phase, with the longest time and the peak memory."""
+    """The numbers of payloads and jobs in one phase, the longest job duration, and the worker's peak memory."""
 
     good: int = 0
     good_off: int = 0
@@ -192,7 +194,10 @@ class _Fuzz:
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
     def level(self, before: _Level | None = None) -> _Level:
-        """Return the resource usage when no job is running and the usage is back at `before`, or after a timeout."""
+        """Wait until no job is running and the resource usage is back at `before`, and return the usage.
+
+        After a timeout, return the usage at that time.
+        """
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
             level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))
@@ -215,7 +220,7 @@ class _Fuzz:
         self._jobs[job_id] = _Job(job_id, time.monotonic(), None, self._undisturbed[json.dumps(call)])
 
     def _send(self, payload: FuzzPayload) -> bool:
-        """Queue a payload for the worker, with or without checks. Return False if it can't be encoded as JSON."""
+        """Queue a payload for the worker, with or without checks. Return False if JSON can't represent the payload."""
         number = next(self._names)
         job_id = self._send_checked(payload) if number % 2 == 0 else None
         try:

@@ -67,7 +67,7 @@ def _forced_call(name: str, properties: dict[str, Any]) -> FuzzPayload:
 
 
 def _surrogates() -> Iterator[FuzzPayload]:
-    """Yield jobs with half a UTF-16 surrogate pair, which can't be encoded as UTF-8."""
+    """Yield jobs whose texts contain half of a UTF-16 surrogate pair, which can't be encoded as UTF-8."""
     yield _generate("surrogate as a parameter", **{SURROGATE: 1})
     yield _generate("surrogate in a name of template_args", template_args={SURROGATE: 1})
     yield _chat("surrogate in a message's key", [{"role": "user", "content": "Hi", SURROGATE: 1}])

@@ -65,7 +65,7 @@ def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
 
 
 def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], bool], quiet_s: float) -> None:
-    """Wait until `num_seen` returns a complete number, or a number that has not changed for `quiet_s` seconds."""
+    """Wait until `is_complete` accepts the result of `num_seen`, or the result is unchanged for `quiet_s` seconds."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
         now = num_seen()
@@ -77,7 +77,7 @@ def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], b
 
 
 def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
-    """Compare a text with the undisturbed text, and return "same", "tied" or "other".
+    """Compare a text with the text of an undisturbed run, and return "same", "tied" or "other".
 
     If the result is "other", print the position of the first difference.
     """

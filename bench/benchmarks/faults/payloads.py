@@ -158,7 +158,7 @@ def _spoil(random: Random, container: Any) -> None:
 
 
 def _value(random: Random, depth: int = 0) -> Any:
-    """Return a random JSON value. Problematic values are more likely."""
+    """Return a random JSON value. Values that often cause problems are more likely than others."""
     kind = random.random()
     if depth > 3 or kind < 0.6:
         return random.choice((None, True, False, random.choice(INTS), random.choice(FLOATS), random.choice(TEXTS)))

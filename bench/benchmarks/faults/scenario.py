@@ -41,7 +41,7 @@ def prompts(count: int) -> list[str]:
 
 
 class LiveReaders:
-    """Reads streams in separate threads during disturbances. Each reader must receive exactly the final text."""
+    """Reads streams in separate threads while faults are injected. Each reader must receive exactly the final text."""
 
     def __init__(self, job_ids: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -72,7 +72,7 @@ class LiveReaders:
 
 
 class Scenario:
-    """Runs jobs on a service with one kind of disturbance."""
+    """Runs jobs on a service while one kind of fault is injected."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16, help="number of slots per worker")
     parser.add_argument(
-        "--command-kills", type=int, default=3, help="number of times that a random tenant's command is killed"
+        "--command-kills", type=int, default=3, help="number of times to kill the command of a random tenant"
     )
     parser.add_argument("--worker-kills", type=int, default=10)
     parser.add_argument("--redis-restarts", type=int, default=1)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class _Storm:
-    """Runs all tenants' bulk runs on a service, with and without disturbances."""
+    """Executes all tenants' bulk runs on a service, with and without faults."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service, self._folder, self._args = service, service.folder, args
@@ -75,18 +75,18 @@ class _Storm:
                     lines.write(json.dumps({"custom_id": f"line-{i}", "prompt": prompt, **greedy}) + "\n")
 
     def troubles(self) -> list[str]:
-        """Return all disturbances in random order."""
+        """Return all faults in random order."""
         args = self._args
         found = ["command"] * args.command_kills + ["worker"] * args.worker_kills + ["redis"] * args.redis_restarts
         self._random.shuffle(found)
         return found
 
     def run_undisturbed(self) -> dict[str, Any]:
-        """Run all tenants' files without disturbances, and save the generated texts and their near ties."""
+        """Process all tenants' files without faults, and save the generated texts and their near ties."""
         return self.run("undisturbed", [], logprobs=LOGPROBS)
 
     def run(self, name: str, troubles: list[str], **params: Any) -> dict[str, Any]:
-        """Run all tenants' files, and cause a disturbance whenever a fixed number of lines has finished."""
+        """Process all tenants' files, and inject a fault whenever a fixed number of lines has finished."""
         self._write_lines(**params)
         folder = self._folder / name
         folder.mkdir()
@@ -154,7 +154,7 @@ class _Storm:
     # Disturbances
 
     def _command(self, folder: Path) -> None:
-        """Kill the command of a tenant that is still running, and start it again."""
+        """Kill a tenant's command that is still running, and restart the command."""
         running = [tenant for tenant, process in self._processes.items() if process.poll() is None]
         tenant = self._random.choice(running)
         self._processes[tenant].kill()

@@ -1,4 +1,7 @@
-"""The disturbances of the chaos benchmarks. Each kind is repeated a fixed number of times or until all jobs end."""
+"""The faults that the chaos benchmarks inject.
+
+Each kind of fault is repeated a fixed number of times or until all jobs end.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ LATE_S = 45.0  # seconds after the earliest time; less than the difference of th
 
 
 class Troubles:
-    """Disturbs a service in different ways."""
+    """Injects different kinds of faults into a service."""
 
     def __init__(self, service: Service, args: argparse.Namespace, stored: StoredStates) -> None:
         self._service, self._args, self._stored = service, args, stored

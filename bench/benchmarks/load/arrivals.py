@@ -137,7 +137,7 @@ class Server:
         await complete(self.port, line.prompt, line.num_new)
 
     async def settle(self) -> None:
-        """Complete a short request, to wait until the server has stopped the requests of closed connections."""
+        """Wait for a short request, which completes only after the requests of closed connections have been stopped."""
         await complete(self.port, range(300, 316), 1)
 
 

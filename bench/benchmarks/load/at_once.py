@@ -1,4 +1,4 @@
-"""Send a mixed load simultaneously to cellama in three ways, and to llama-server with several slot counts."""
+"""Send a mixed load all at once to cellama in three ways, and to llama-server with several slot counts."""
 
 from __future__ import annotations
 

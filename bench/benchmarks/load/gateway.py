@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--apart-ms", type=float, default=30.0, help="milliseconds between the starts of the compared streams"
     )
     parser.add_argument("--new", type=int, default=64, help="maximum number of tokens per stream")
-    parser.add_argument("--slots", type=int, default=128, help="number of slots of the worker and of llama-server")
+    parser.add_argument("--slots", type=int, default=128, help="number of slots for the worker and for llama-server")
     parser.add_argument(
         "--threads",
         type=int,

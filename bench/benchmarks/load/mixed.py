@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(at_once.OURS),
         help="variants of cellama to measure",
     )
-    add("--slots", type=int, default=64, help="number of slots for cellama, unless --options sets it")
-    add("--options", type=json.loads, default={}, help="cellama's engine options as JSON")
+    add("--slots", type=int, default=64, help="number of cellama slots, unless set by --options")
+    add("--options", type=json.loads, default={}, help="engine options for cellama, as JSON")
     add(
         "--server-slots",
         type=int,
         nargs="*",
         default=[16, 32, 64],
-        help="values of llama-server's -np to measure",
+        help="values of -np to measure for llama-server",
     )
     add("--arrivals", type=int, default=80, help="number of requests per arrival rate")
     add(

@@ -35,15 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ours", nargs="+", choices=list(OURS), default=["batch", "engine"], help="variants of cellama to measure"
     )
     parser.add_argument("--lines", type=int, default=2000, help="number of lines per workload")
-    parser.add_argument("--prompt", type=int, default=128, help="number of prompt tokens per line without a family")
-    parser.add_argument("--shared-prompt", type=int, default=384, help="number of prompt tokens per line, for lines that share a prefix")
-    parser.add_argument("--shared", type=int, default=320, help="number of prompt tokens that a family shares")
+    parser.add_argument(
+        "--prompt", type=int, default=128, help="number of prompt tokens per line, for lines without a shared prefix"
+    )
+    parser.add_argument(
+        "--shared-prompt", type=int, default=384, help="number of prompt tokens per line, for lines that share a prefix"
+    )
+    parser.add_argument("--shared", type=int, default=320, help="number of tokens in a shared prefix")
     parser.add_argument("--families", type=int, default=20)
     parser.add_argument("--new", type=int, default=64, help="number of tokens to generate per line")
-    parser.add_argument("--slots", type=int, default=64, help="number of cellama's slots, unless --options sets it")
-    parser.add_argument("--options", type=json.loads, default={}, help="cellama's engine options as JSON")
+    parser.add_argument("--slots", type=int, default=64, help="number of cellama slots, unless set by --options")
+    parser.add_argument("--options", type=json.loads, default={}, help="engine options for cellama, as JSON")
     parser.add_argument(
-        "--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of llama-server's -np to try"
+        "--server-slots", type=int, nargs="*", default=[16, 32, 64], help="values of -np to try for llama-server"
     )
     parser.add_argument("--try-lines", type=int, default=256, help="number of lines to run for each value of -np")
     parser.add_argument(

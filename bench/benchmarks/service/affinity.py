@@ -1,6 +1,6 @@
 """Compare two workers that prefer jobs whose prefix they hold with two workers that take jobs in order.
 
-The families of prompts fit into the caches of both workers together, but not into one worker's cache. The jobs wait in
+The prompt families fit into the combined caches of both workers, but not into one worker's cache. The jobs wait in
 Redis while the workers are suspended (SIGSTOP). The time is measured from the moment when the workers resume to the
 last result. Rounds with and without affinity alternate, and each round has new prompts. A second kind of work consists
 of jobs that share no prefixes.
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=240, help="number of jobs per round")
     parser.add_argument("--families", type=int, default=40)
-    parser.add_argument("--shared", type=int, default=512, help="number of prompt tokens that a family shares")
+    parser.add_argument("--shared", type=int, default=512, help="number of tokens in each shared prefix")
     parser.add_argument("--own", type=int, default=16, help="number of additional prompt tokens per job")
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--slots", type=int, default=4)
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-ram",
         type=int,
         default=250,
-        help="RAM quota for KV states per worker, in MB; the default holds about 20 families",
+        help="RAM quota for KV states per worker, in MB; the default holds about 20 shared prefixes",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)

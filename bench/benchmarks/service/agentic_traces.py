@@ -39,12 +39,14 @@ CAVEATS = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--environment", help="directory of AIPerf's environment (default: a new temporary directory)")
+    parser.add_argument(
+        "--environment", help="virtual environment directory for AIPerf (default: a new temporary directory)"
+    )
     parser.add_argument("--sessions", type=int, default=4, help="number of sessions")
     parser.add_argument("--seed", type=int, default=36, help="seed for generating the sessions")
     parser.add_argument("--turns", type=int, default=40, help="number of turns per session")
     parser.add_argument(
-        "--concurrency", type=int, default=2, help="number of concurrent sessions, each of which has a slot"
+        "--concurrency", type=int, default=2, help="number of concurrent sessions, each with its own slot"
     )
     parser.add_argument("--endpoints", nargs="+", choices=list(ENDPOINTS), default=list(ENDPOINTS))
     parser.add_argument(

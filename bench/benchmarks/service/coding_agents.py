@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[7],
         metavar="TURN",
-        help="turns before which the worker is killed",
+        help="numbers of the turns before which to kill the worker",
     )
     parser.add_argument(
         "--without-replay",

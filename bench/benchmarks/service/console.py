@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="number of prompt tokens per job")
     parser.add_argument("--new", type=int, default=128, help="number of tokens to generate per job")
     parser.add_argument(
-        "--rounds", type=int, default=8, help="number of rounds to run with, and again without, the console"
+        "--rounds",
+        type=int,
+        default=8,
+        help="number of rounds to run with the console open, and again with the console closed",
     )
 
 

@@ -1,7 +1,7 @@
 """Simulate a fleet in virtual time with the ledger's real scripts. The results are the same on every machine.
 
-Each fairness run has random tenants, weights, workers and jobs. Each run measures how far the weighted services of two
-tenants with waiting jobs differ, relative to VTC's bound.
+Each fairness run has random tenants, weights, workers and jobs. Each run measures the difference in weighted service
+between two tenants with waiting jobs, relative to VTC's bound.
 
 Other runs compare workers that prefer jobs whose prefix they hold with workers that take jobs in order. The requests in
 these runs resemble Mooncake's conversation trace or Azure's traces, which share no prefixes (harness/traces.py). At a
@@ -39,7 +39,7 @@ FAMILIES = "families"  # requests that all arrive at the start, for two workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=1000, help="number of fairness runs")
+    parser.add_argument("--runs", type=int, default=1000, help="number of simulated fairness runs")
     parser.add_argument("--traces", nargs="*", choices=[*MEAN_PROMPT, FAMILIES], default=[*MEAN_PROMPT, FAMILIES])
     parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.8, 1.0, 1.5])
     parser.add_argument("--requests", type=int, default=2000)
@@ -77,7 +77,7 @@ TARGETS = {GAP: "<= 1", SHARED: "<= 1.15 of one shared cache", RATE: ">= 1.8", F
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The largest difference between two tenants' weighted services in a run, and VTC's bound, in tokens.
+    """The largest difference in weighted service between two tenants in a run, and VTC's bound, in tokens.
 
     The bound is twice the cost of the largest prompt or of all jobs that workers can hold at the same time, whichever
     is larger, divided by the smallest weight (arXiv 2401.00588).

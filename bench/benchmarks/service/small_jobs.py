@@ -125,7 +125,7 @@ def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
         os.kill(way.pid, signal.SIGCONT)
     while ids := _unfinished(redis, ids):
         if time.monotonic() - started > 300:
-            raise RuntimeError(f"{len(ids)} jobs ({way.name}) have not ended")
+            raise RuntimeError(f"{len(ids)} jobs ({way.name}) have not finished")
         time.sleep(POLL_S)
     seconds = time.monotonic() - started
     time.sleep(0.3)  # acks and events that come after the last result

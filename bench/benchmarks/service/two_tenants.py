@@ -21,9 +21,9 @@ SMALL, LARGE = "small", "large"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=100, help="number of the small tenant's jobs")
+    parser.add_argument("--jobs", type=int, default=100, help="number of jobs that the small tenant sends")
     parser.add_argument(
-        "--times", type=int, default=100, help="number of the large tenant's jobs per job of the small tenant"
+        "--times", type=int, default=100, help="number of jobs that the large tenant sends per job of the small tenant"
     )
     parser.add_argument("--slots", type=int, default=4, help="number of slots per worker")
     parser.add_argument("--prompt", type=int, default=16, help="number of prompt tokens per job")

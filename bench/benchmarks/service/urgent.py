@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64, help="number of tokens per bulk job")
     parser.add_argument("--samples", type=int, default=24, help="minimum number of urgent jobs")
-    parser.add_argument("--pause", type=float, default=4.0, help="pause in seconds between two urgent jobs")
+    parser.add_argument("--pause", type=float, default=4.0, help="pause in seconds between urgent jobs")
     parser.add_argument("--threads", type=int, default=CORES)
     parser.add_argument("--seed", type=int, default=0)
 

@@ -248,7 +248,7 @@ class _Times:
         self.seconds.append(time.thread_time() - started)
 
     def percentiles(self) -> dict[str, float]:
-        """Return the number of times, and their percentiles and maximum in milliseconds."""
+        """Return the number of measured durations, and their percentiles and maximum in milliseconds."""
         shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
         found = {name: percentile(self.seconds, share) * 1e3 for name, share in shares.items()}
         return {"count": len(self.seconds), **found, "longest": max(self.seconds) * 1e3}

@@ -1,6 +1,6 @@
 """Ask a model about each row of a CSV file. Run `python sort_reviews.py reviews.csv sorted.csv`.
 
-If the run is interrupted, repeat the command to resume.
+If the run is interrupted, repeat the command to resume the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Print a story once, even if this program, the gateway, a worker or Redis stops in the meantime.
 
-Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9`, and
-start them again. This program resumes where it stopped. Only text that was printed just before this program was
-killed can appear twice.
+Start `cellama up --gateway-port 8000`, then this program. Kill any of the processes with `kill -9`, and restart the
+killed processes. This program resumes where it stopped. Only text that was printed just before this program was killed
+can appear twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def save(state: dict[str, int | str]) -> None:
 
 
 def read_events(client: OpenAI, state: dict[str, int | str]) -> bool:
-    """Print the text of all unread events. Return True after the response's last event."""
+    """Print the text of all unread events.
+
+    Return True if the response has ended, or False if the gateway has stopped.
+    """
     read = int(state["read"])
     after = omit if read < 0 else read
     for event in client.responses.retrieve(str(state["id"]), stream=True, starting_after=after):

@@ -1,4 +1,4 @@
-"""Start Redis and a worker with the bundled model before the tests, and stop both processes after the tests."""
+"""Start Redis and a worker with the bundled model before the tests, and stop both processes afterwards."""
 
 from __future__ import annotations
 

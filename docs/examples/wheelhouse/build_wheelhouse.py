@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build a wheelhouse, a directory with every package that cellama needs on a machine without internet access.
+"""Build a wheelhouse: a directory with every package that cellama needs on a machine without internet access.
 
 Run this program with the other machine's Python version, on the same operating system and processor architecture:
 

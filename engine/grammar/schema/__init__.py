@@ -2,7 +2,7 @@
 
 Keywords that llguidance can't enforce are rewritten, rejected, or ignored with a warning.
 
-May use: `errors`, the table of limits, and llguidance's limits from `grammar.matcher`.
+This package may import `errors`, the table of limits, and llguidance's limits from `grammar.matcher`.
 """
 
 from .preparing import Prepared, prepare_schema

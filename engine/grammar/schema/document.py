@@ -33,7 +33,7 @@ class SchemaDocument:
     ROOT = 1
 
     def __init__(self, text: str, where: str) -> None:
-        """Parse and check the text. Raises InvalidRequest, and the message refers to the text as `where`."""
+        """Parse and check the text. Raises InvalidRequest with a message that refers to the text as `where`."""
         self._where = where
         self.root = self._parse(text)
         self.nodes = [SchemaNode(False, "#", "")]
@@ -49,7 +49,7 @@ class SchemaDocument:
         return InvalidRequest(f"{self._where} at {shown}{reason}")
 
     def child(self, node: int, *names: str | int) -> int:
-        """Return the subschema that these keys of a schema lead to."""
+        """Return the subschema that is reached by following these keys from a schema."""
         return self._by_path["/".join([self.nodes[node].path, *(_escaped(str(name)) for name in names)])]
 
     def add(self, schema: Mapping[str, Any], template: int) -> int:
@@ -58,7 +58,10 @@ class SchemaDocument:
         return len(self.nodes) - 1
 
     def target(self, node: int, keyword: str) -> int:
-        """Return the schema that a reference leads to. Raises InvalidRequest if the document does not contain it."""
+        """Return the schema that a reference points to.
+
+        Raises InvalidRequest if the document does not contain this schema.
+        """
         schema, path, base = self.nodes[node]
         assert isinstance(schema, Mapping)
         reference = schema[keyword]
@@ -111,7 +114,7 @@ class SchemaDocument:
         return parsed
 
     def _check_values(self, parsed: Any) -> None:
-        """Raise InvalidRequest for unpaired surrogates and for nesting that is too deep for json or llguidance."""
+        """Raise InvalidRequest for unpaired surrogates, and for nesting that is too deep for `json` or llguidance."""
         todo = [(parsed, 0)]
         while todo:
             value, depth = todo.pop()
@@ -206,7 +209,7 @@ def _escaped(name: str) -> str:
 
 def _finite_number(text: str) -> float:
     if not math.isfinite(float(text)):
-        raise ValueError(f"{text[:20]} is too large or not a number")
+        raise ValueError(f"{text[:20]} is too large or is not a number")
     return float(text)
 
 

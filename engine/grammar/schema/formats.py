@@ -1,4 +1,4 @@
-"""Define the patterns for `format`, in a subset that Python, JavaScript and the usual validators accept."""
+"""Define patterns for the keyword `format`, in a regex subset that Python, JavaScript and common validators accept."""
 
 from __future__ import annotations
 

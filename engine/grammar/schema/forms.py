@@ -1,4 +1,4 @@
-"""Convert shapes into forms that a grammar can express. Other conditions become alternative forms."""
+"""Convert shapes into forms that a grammar can express. Conditions that a grammar can't express become alternatives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ObjectForm:
 
 @dataclass(frozen=True, slots=True)
 class SameForm:
-    """A value that matches another condition."""
+    """A form that allows the same values as another condition."""
 
     condition: Condition
 
@@ -68,7 +68,7 @@ Form = Null | Boolean | Number | String | ArrayForm | ObjectForm | SameForm
 
 
 class FormBuilder:
-    """Builds the forms of conditions."""
+    """Builds the forms in which a grammar can express conditions."""
 
     def __init__(self, reader: SchemaReader, policy: Policy, patterns: Patterns) -> None:
         self._reader = reader
@@ -184,7 +184,7 @@ class FormBuilder:
     # Objects
 
     def _with_known_names(self, shape: Object) -> Object:
-        """Return the object without conditions on property names, but with a condition on additional properties."""
+        """Return an equivalent object with a condition on additional properties, instead of on property names."""
         shape = replace(shape, properties=(*shape.properties, *self._missing(shape, shape.required)))
         if shape.additional is None:
             is_closed = shape.has_properties and shape.min_properties <= len(shape.properties)
@@ -326,7 +326,7 @@ def _object_form(shape: Object, needed: list[str], optional: list[str], low: int
 
 
 def _pattern_of(shape: String) -> str | None:
-    """Return a pattern for the strings of this shape, or None if the shape has several conditions."""
+    """Return a pattern that matches the strings of this shape, or None if this would require several patterns."""
     formats = [FORMATS[name] for name, _ in shape.formats]
     patterns = [pattern for pattern, _ in shape.patterns]
     is_sized = shape.min_length > 0 or shape.max_length is not None

@@ -1,7 +1,7 @@
 """Define how each JSON Schema keyword is handled, and which values it may have.
 
-docs/reference/json-schema.md shows the table. Keywords that are not in the table are annotations, as the specification
-requires.
+docs/reference/json-schema.md shows the table of keywords. Keywords that are not in the table are annotations, as the
+specification requires.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check schemas and regular expressions with llguidance, because llguidance later enforces them."""
+"""Check schemas and regular expressions with llguidance, which later enforces them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def problem_of(schema: Mapping[str, Any], try_compile: Callable[[str], str] = co
 
 
 class Patterns:
-    """Checks which texts patterns match, and caches the results."""
+    """Checks which strings match which patterns, and caches the results."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -60,6 +60,6 @@ class Patterns:
         return self._matches[pattern, name]
 
     def disjoint(self, patterns: Sequence[str]) -> bool:
-        """Return True if no text matches more than one of these patterns."""
+        """Return True if no string matches more than one of these patterns."""
         self._policy.spend(16 * len(patterns))
         return not problem_of({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})

@@ -1,4 +1,4 @@
-"""Handle keywords that can't be enforced, and limit the work that a schema causes."""
+"""Handle keywords that can't be enforced, and limit the work that a schema can cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NegationUnsupported(Exception):
 
 
 class Policy:
-    """Handles keywords that can't be enforced. Strict mode rejects them, and lenient mode warns about them."""
+    """Handles keywords that can't be enforced. Strict mode rejects such keywords, and lenient mode warns about them."""
 
     def __init__(self, document: SchemaDocument, where: str, strict: bool) -> None:
         self._document = document
@@ -37,7 +37,7 @@ class Policy:
         self._warnings[f"{self._where} at {path}: {keyword!r} is not enforced"] = None
 
     def spend(self, count: int = 1) -> None:
-        """Add to the work done for the schema. Raises InvalidRequest if the schema causes too much work."""
+        """Count additional work done for the schema. Raises InvalidRequest if the schema causes too much work."""
         self._work += count
         if self._work > MAX_WORK:
             raise InvalidRequest(

@@ -38,10 +38,10 @@ def prepare_schema(
 ) -> Prepared:
     """Return a schema for llguidance, with the layout of the JSON text in `x-guidance`.
 
-    Every text that the schema allows conforms to the caller's schema, except for the keywords in the warnings. With
-    `strict`, keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns
-    llguidance's message, which is empty on success. The last call of `try_compile` compiles the returned schema. Raises
-    InvalidRequest. The message refers to the schema as `where`, and contains the path within the schema.
+    Every text that the schema allows conforms to the caller's schema, except for the keywords that the warnings list.
+    With `strict`, keywords that can't be enforced are rejected instead. `try_compile` compiles a grammar and returns
+    llguidance's message, which is empty on success. The last call to `try_compile` compiles the returned schema. Raises
+    InvalidRequest. The error message refers to the schema as `where`, and contains the path within the schema.
     """
     try:
         return _prepared(text, strict, where, try_compile)

@@ -1,4 +1,4 @@
-"""Convert schemas into the shapes of the values that match a schema, or that don't match it.
+"""Convert schemas into shapes, which describe the values that match a schema or the values that don't.
 
 Alternatives are expanded until each shape has a single type. Schemas within a shape stay conditions, so that recursive
 schemas terminate.
@@ -219,7 +219,7 @@ class SchemaReader:
         if key in self._reading:
             raise self._document.error_at(path, " refers to itself directly; remove the reference")
         if len(self._reading) > limits.MAX_SCHEMA_DEPTH:
-            raise self._document.error_at(path, " is reached through too many references; use fewer")
+            raise self._document.error_at(path, " is reached through too many references; use fewer references")
         self._policy.spend()
         self._reading.append(key)
         before = self._num_narrowings
@@ -554,8 +554,8 @@ class SchemaReader:
         if not found:
             raise self._document.error_at(
                 path,
-                f"/{name} is {show(schema[name])}, which can't be written; avoid control characters other than line "
-                "breaks and tabs, and numbers beyond ±10^18 or with too many digits",
+                f"/{name} is {show(schema[name])}, which can't be generated; avoid control characters other than "
+                "line breaks and tabs, and numbers beyond ±10^18 or with too many digits",
             )
         return found
 
@@ -754,14 +754,14 @@ def _bound(
 
 
 def _unevaluated(shape: Shape) -> Shape:
-    """Return the shape without evaluated properties and items, because `not` discards this information."""
+    """Return the shape without its record of evaluated properties and items, which `not` discards."""
     if isinstance(shape, Object):
         return replace(shape, evaluated=frozenset(), evaluated_patterns=frozenset())
     return replace(shape, num_evaluated=0) if isinstance(shape, Array) else shape
 
 
 def _pattern_without(texts: list[str]) -> str:
-    r"""Return a pattern that matches all strings except the given texts.
+    r"""Return a pattern that matches all strings except the given strings.
 
     The pattern for `a` is `^(?:[^a][\s\S]*|a(?:[\s\S]+))?$`. This pattern matches strings that start with another
     character, longer strings, and the empty string.
@@ -774,7 +774,7 @@ def _pattern_without(texts: list[str]) -> str:
 def _pattern_after(texts: list[str], at: int) -> str:
     """Return a pattern for the rest of a string, starting at position `at`.
 
-    The excluded texts are identical up to this position.
+    The excluded strings are identical up to this position.
     """
     inner = {
         char: [text for text in texts if len(text) > at and text[at] == char]

@@ -104,7 +104,7 @@ def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step
 
 
 def constant_of(value: float) -> float | None:
-    """Return a number that can be written in JSON without an exponent, or None if there is no such number."""
+    """Return the number, or None if the number can't be written exactly in JSON without an exponent."""
     if isinstance(value, int) or value == int(value):
         whole = int(value)
         return whole if abs(whole) <= MAX_NUMBER and int(float(whole)) == whole else None

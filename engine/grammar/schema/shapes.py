@@ -1,4 +1,4 @@
-"""Define shapes, which are the conditions that schemas set on values of one type, and combine them."""
+"""Define and combine shapes, which are the conditions that schemas set on values of one type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING: Condition = ((0, True),)
 
 
 def both(one: Condition, other: Condition) -> Condition:
-    """Return the combination of two conditions."""
+    """Return a condition that requires both conditions."""
     if not one or not other or one == other:
         return one or other
     combined = tuple(sorted({*one, *other}))
@@ -102,7 +102,7 @@ class Array:
     type = "array"
 
     def item(self, index: int) -> Condition:
-        """Return the condition on the item at an index."""
+        """Return the condition that the item at this index must meet."""
         return self.prefix[index] if index < len(self.prefix) else self.rest or ANYTHING
 
 
@@ -147,7 +147,7 @@ def is_known_step(step: Fraction) -> bool:
 
 
 def property_condition(shape: Object, name: str, matches: Matches) -> Condition:
-    """Return the condition on a property's value."""
+    """Return the condition that a property's value must meet."""
     for known, condition in shape.properties:
         if known == name:
             return condition
@@ -215,7 +215,10 @@ def _numbers(one: Number, other: Number, is_explicit: bool) -> Number | None:
 def _stricter(
     one: tuple[float | None, bool], other: tuple[float | None, bool], choose: Callable[..., float]
 ) -> tuple[float | None, bool]:
-    """Return the stricter of two bounds. Each bound consists of a limit and whether the limit itself is excluded."""
+    """Return the stricter of two bounds.
+
+    Each bound consists of a limit, and of a flag that is true if the limit itself is excluded.
+    """
     if one[0] is None or other[0] is None:
         return other if one[0] is None else one
     bound = choose(one[0], other[0])

@@ -63,7 +63,7 @@ class SchemaWriter:
         return {**written, "$defs": definitions} if definitions else written
 
     def shorten_arrays(self) -> bool:
-        """Limit arrays with a large maxItems to fewer items, and return whether the schema contains such arrays."""
+        """Lower large maxItems limits of arrays, and return whether the schema contains such limits."""
         self._max_items = _FEWER_ITEMS
         forms = (form for forms in self._forms.values() for form in forms if isinstance(form, ArrayForm))
         return any(form.max_items is not None and form.max_items > _FEWER_ITEMS for form in forms)
@@ -149,7 +149,7 @@ class SchemaWriter:
         return True
 
     def _has_complete_value(self, form: Form, complete: Mapping[Condition, None]) -> bool:
-        """Return whether a value with complete tuples can have this form."""
+        """Return whether this form allows a value whose tuples contain as many items as the schema can satisfy."""
         if isinstance(form, ArrayForm) and form.min_items is None:
             return all(condition in complete for condition in self._satisfiable_prefix(form))
         return self._has_value(form, complete)

@@ -1,4 +1,4 @@
 """Derive the markup of a model's replies from conversations that its chat template renders.
 
-May use: `formats`.
+This package may import `formats`.
 """

@@ -1,8 +1,8 @@
 """Derive a template's tool call format from the rendered conversations of `probes`.
 
 First, the turn with the calls is extracted from each conversation. The turn contains the name and the arguments of the
-probe's call. Either the arguments form a JSON object, or each argument has its own tags. A JSON object follows the
-name, or is part of a larger object that also contains the name.
+probe's call. Either the arguments form a JSON object, or each argument has its own tags. A JSON object with the
+arguments either follows the name, or is part of a larger object that also contains the name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DECODER = json.JSONDecoder()
 
 
 class UnknownCallFormat(ValueError):
-    """The rendered conversations do not match any known call format."""
+    """Raised if the rendered conversations do not match any known call format."""
 
 
 def derive_calls(rendered: RenderedProbes, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
@@ -100,7 +100,10 @@ def _format_of(turns: Mapping[str, str]) -> CallFormat:
 def _turns_of(
     rendered: RenderedProbes, arguments_format: str, ids: str, ending: str, ends: frozenset[str], think_close: str
 ) -> dict[str, str]:
-    """Return the turns with calls, without the text shared with other turns at either end. Raises UnknownCallFormat."""
+    """Return the turns that contain calls, without the text that other turns also start or end with.
+
+    Raises UnknownCallFormat.
+    """
     before, found, after = _after_user(rendered.get(f"reply {ending}")).partition(CONTENT)
     whole = {name: _after_user(rendered.get(probe_name(name, arguments_format, ids, ending))) for name in CALLS}
     if not found or not whole["call"]:
@@ -147,7 +150,7 @@ class RenderedObject(NamedTuple):
 class RenderedCall:
     """The positions of a call's name and arguments in a turn.
 
-    If a JSON object contains the name and the arguments, its position is also included.
+    If a JSON object contains the name and the arguments, the object's position is also included.
     """
 
     name: int
@@ -187,7 +190,7 @@ def _middle(turn: str, calls: list[RenderedCall], at: int) -> str:
 
 
 def _several(turns: Mapping[str, str], which: str) -> list[RenderedCall]:
-    """Return a turn's calls, or an empty list if a call is missing. Some templates write only one call."""
+    """Return a turn's calls, or an empty list if a call is missing. Some templates write only one call per turn."""
     try:
         return _calls_in(turns, which)
     except UnknownCallFormat:
@@ -246,7 +249,7 @@ def _object_around(turn: str, start: int, name: int, word: str, values: Any) -> 
 def _keys_of(value: dict[str, Any], word: str, values: Any) -> tuple[str | None, str] | None:
     """Return the keys under which the object contains the name and the arguments, or None if the object is not a call.
 
-    If the tool's name is itself the key of the arguments, the result is (None, "").
+    If the object uses the tool's name as the key of the arguments, the result is (None, "").
     """
     if word in value and _is_same(value[word], values):
         return None, ""
@@ -308,7 +311,10 @@ def _with_tags(turns: Mapping[str, str]) -> CallFormat:
 
 
 def _between(turn: str, name: int, words: Iterable[str]) -> list[str]:
-    """Return the texts between a name and these words, and the text after the last word. Raises UnknownCallFormat."""
+    """Return the text before each word, starting after the name, and the text after the last word.
+
+    Raises UnknownCallFormat.
+    """
     at, found = name + len(NAMES[0]), []
     for word in words:
         following = turn.find(word, at)

@@ -1,6 +1,6 @@
 """Determine the message orders that a chat template can render, and rearrange other conversations.
 
-Clients may send several system messages, system messages in the middle of a conversation, and several messages of the
+Clients may send several system messages, system messages in the middle of a conversation, or several messages of the
 same role in a row. Many templates reject or drop such messages.
 """
 
@@ -75,7 +75,8 @@ def _is_complete(prompt: str | None, messages: list[dict[str, str]]) -> bool:
 def is_plain(messages: Sequence[Message]) -> bool:
     """Return True if every template renders the messages as they are.
 
-    Every template does so if there are no system messages and no consecutive messages of the same role.
+    Every template can render messages if there are no system messages, and no consecutive messages of the same role
+    except tool messages.
     """
     roles = [message.get("role") for message in messages]
     return "system" not in roles and all(role == "tool" or role != following for role, following in pairwise(roles))

@@ -1,4 +1,4 @@
-"""Define conversations that differ in one respect each, so that rendering them reveals a template's markup.
+"""Define conversations that each differ in one respect, so that rendering them reveals a template's markup.
 
 The words in these conversations don't occur in templates, so all other rendered text comes from the template.
 """

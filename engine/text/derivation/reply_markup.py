@@ -73,7 +73,7 @@ def _described(rendered: RenderedProbes) -> CallFormat | None:
 
 
 def derive_thinking(rendered: RenderedProbes, source: str) -> Tags:
-    """Return the tags that open and close reasoning, or two empty strings if the template has none."""
+    """Return the tags that open and close reasoning, or two empty strings if the template has no such tags."""
     for found in _candidates({name: _after_user(text) for name, text in rendered.items()}):
         return found
     # A template without reasoning of its own may still look for these tags in replies.

@@ -21,7 +21,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentValues:
-    """Converts the arguments of one tool. `schema` is the schema of these arguments."""
+    """Converts the arguments of one tool. `schema` is the JSON Schema of these arguments."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
@@ -81,7 +81,7 @@ class ArgumentValues:
         return set().union(*found) if all(found) else set()
 
     def _types_at(self, reference: str, depth: int) -> set[str]:
-        """Return the types that a reference leads to.
+        """Return the types that the schema at a reference allows.
 
         Each reference is resolved only once, because references may be repeated or recursive.
         """

@@ -43,7 +43,7 @@ class ArgumentsReader(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[str, int]:
-        """Return the JSON that is final, and the number of characters read.
+        """Return the JSON that can no longer change, and the number of characters read.
 
         Pass the unread characters again in the next call.
         """
@@ -148,7 +148,7 @@ class JsonArguments(ArgumentsReader):
         self._floor = self._writer.depth
 
     def read(self, text: str) -> tuple[str, int]:
-        """Return the JSON that is final, and the number of characters read (see ArgumentsReader.read)."""
+        """Return the JSON that can no longer change, and the number of characters read (see ArgumentsReader.read)."""
         at, new = 0, ""
         if not self.is_complete:
             at = self._writer.write(text, 0, self._floor)
@@ -161,7 +161,7 @@ class JsonArguments(ArgumentsReader):
         return new, at
 
     def cut(self, text: str) -> str:
-        """Return the number or word at the end, which may be incomplete."""
+        """Return the number or word at the end of the text, which may be incomplete."""
         return "" if self._writer.in_string else text.strip()
 
 
@@ -179,8 +179,8 @@ class _Value:
 class TaggedArguments(ArgumentsReader):
     """Reads arguments in tags.
 
-    A string's text is returned while the model is writing it. Any other value is returned when it is complete, because
-    its schema may allow several types.
+    A string's text is returned while the model is writing it. Any other value is returned once it is complete, because
+    the schema may allow several types.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class TaggedArguments(ArgumentsReader):
         self._out: list[str] = []
 
     def read(self, text: str) -> tuple[str, int]:
-        """Return the JSON that is final, and the number of characters read (see ArgumentsReader.read)."""
+        """Return the JSON that can no longer change, and the number of characters read (see ArgumentsReader.read)."""
         self._out.clear()
         at = 0
         while not self.is_complete:

@@ -19,7 +19,7 @@ class ArgumentTags:
     sep_of_json: str = ""  # literal before a value that is not a string; often equal to `sep`
 
     def trimmed(self, value: str) -> str:
-        """Return the value without the line breaks that belong to its tags."""
+        """Return the value without the line breaks that belong to the tags around the value."""
         if self.sep.endswith("\n"):
             value = value.removeprefix("\n")
         return value.removesuffix("\n") if self.close.startswith("\n") else value
@@ -30,8 +30,8 @@ class CallFormat:
     """A tool call format. The format's literals may contain slots (literals.py).
 
     A grammar writes `open` NAME `inner` ARGUMENTS, then `middle` NAME `inner` ARGUMENTS for each further call, then
-    `close`. A reader accepts `lead`, calls separated by `between`, and `tail`. Each of these calls is a JSON object, or
-    `prefix` NAME `inner` ARGUMENTS.
+    `close`. A reader accepts `lead`, followed by calls separated by `between`, followed by `tail`. Each of these calls
+    is a JSON object, or `prefix` NAME `inner` ARGUMENTS.
     """
 
     style: Style
@@ -62,7 +62,7 @@ class CallFormat:
 
     @property
     def open_without_markers(self) -> str:
-        """The start of a call that has no marker."""
+        """The text that a call without a marker starts with."""
         opening = self.open
         for marker in self.markers:
             opening = opening.removeprefix(marker)
@@ -70,7 +70,7 @@ class CallFormat:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All literals in which a model may use control tokens."""
+        """All literals that may contain control tokens."""
         tags = self.tags
         inside = (tags.open, tags.sep, tags.sep_of_json, tags.close, tags.gap) if tags else ()
         inner = () if self.style == "json" else (self.prefix, self.inner)

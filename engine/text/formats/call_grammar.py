@@ -118,7 +118,7 @@ class CallGrammar:
         return self._after_reasoning(grammar.rule("reply", *replies), may_stay_open=True)
 
     def _constrained(self, constraint: TextConstraint) -> str:
-        """Return an expression for text that meets the constraint or for calls."""
+        """Return an expression that matches either calls or text that meets the constraint."""
         grammar = self.grammar
         if constraint.kind == "json_schema":
             text = self.json_rule("text", constraint.text, constraint.strict, "json_schema").expression
@@ -166,7 +166,7 @@ class CallGrammar:
         return f"{head} {tool.arguments} {self.grammar.expression(self.grammar.parts(self.format.close.rstrip()))}"
 
     def _in_channels(self) -> str:
-        """Return the grammar for messages with reasoning, followed by a message with text or by a call."""
+        """Return the grammar for reasoning messages that are followed by a text message or a call."""
         grammar, text = self.grammar, text_without([*ENDS, START, CHANNEL])
         parts = grammar.parts
         channels = ["analysis"] if self.forced else ["analysis", "commentary"]
@@ -387,7 +387,7 @@ def _space_after_arguments(format_: CallFormat) -> str:
 def _allowed_texts(
     schema: Mapping[str, Any], ends: list[str], key: str, not_enforced: Callable[[str], None]
 ) -> list[LarkPart]:
-    """Return grammar parts for texts that conform to a schema and do not contain the closing tag."""
+    """Return grammar parts for strings that conform to a schema and do not contain the closing tag."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(chosen, list):
         return [value if isinstance(value, str) else json.dumps(value) for value in chosen]
@@ -409,7 +409,7 @@ def _allowed_texts(
 
 
 def _rust_pattern(pattern: str) -> str | None:
-    """Return an expression for texts in which an ECMA pattern matches, or None if Rust's syntax can't express it."""
+    """Return an expression for strings that match an ECMA pattern, or None if Rust's syntax can't express it."""
     if re.search(r"\(\?(?!:)|\\[bBkpPcu1-9]|\[\^?\]|\[[^\]]*\[|&&|~~|--", pattern):
         return None
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
@@ -447,7 +447,7 @@ def _standalone(schema: Mapping[str, Any], part: Any) -> Any:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """Return the schema with its references adapted to its new path."""
+    """Return the schema with its references adapted to the schema's new path."""
     if isinstance(schema, list):
         return [_moved(part, to) for part in schema]
     if not isinstance(schema, Mapping):

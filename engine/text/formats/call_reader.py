@@ -29,7 +29,7 @@ class ToolReader:
     def find(self, text: str, *, at_start: bool) -> int | None:
         """Return the position at which the tool calls start, or None if the text contains no calls.
 
-        `at_start` means that the text is the start of the reply.
+        Set `at_start` if the text is the start of the reply.
         """
         if self.format.bare_json and at_start and text.lstrip().startswith("{"):
             return 0
@@ -59,7 +59,7 @@ class ToolReader:
         return not self.parameters or name in self.parameters
 
     def _calls(self, text: str, at: int) -> Found:
-        """Return a call and all calls that directly follow it, and their end position.
+        """Return a call and all calls that directly follow it, and the end position of the last call.
 
         Raises NoCalls if the first call is malformed or its tool was not offered.
         """
@@ -199,7 +199,7 @@ def _after_name(format_: CallFormat, end: str = r"\Z") -> str:
 
 
 def after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the position after the match of a pattern, or the same position if the pattern does not match."""
+    """Return the position after a pattern's match, or the given position if the pattern does not match."""
     match = pattern.match(text, at)
     return match.end() if match else at
 

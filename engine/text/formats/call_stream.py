@@ -57,7 +57,7 @@ class CallPieces:
         return tuple(joined)
 
     def calls(self) -> tuple[ParsedToolCall, ...]:
-        """Return all calls so far."""
+        """Return all calls that have been read so far."""
         num = min(len(self._names), 1) if self._only_one else len(self._names)
         return tuple(
             ParsedToolCall(name, "".join(pieces), is_partial=self._is_last_partial and number == len(self._names) - 1)
@@ -86,8 +86,8 @@ class CallStream:
     def finish(self, *, cut: bool) -> tuple[tuple[ParsedToolCall, ...], str]:
         """Return the calls and the surrounding text.
 
-        `cut` means that generation stopped early. In this case, the last call may be partial, and an incomplete start
-        of a call is dropped.
+        Set `cut` if generation stopped early. In this case, the last call may be partial, and an incomplete start of a
+        call is dropped.
         """
         if not self.pieces:
             if cut:
@@ -100,7 +100,7 @@ class CallStream:
         return self.pieces.calls(), "".join(self._around).rstrip()
 
     def _find_call(self) -> bool:
-        """Start reading the next call. Return False if its start is incomplete or no call follows."""
+        """Start reading the next call. Return False if the start of the call is incomplete or no call follows."""
         text, at = self._text, 0
         if self.pieces:
             if self._start_call(after(self._patterns.between, text, 0)):
@@ -169,7 +169,7 @@ class CallStream:
     def _is_start_of_call(self) -> bool:
         """Return True if the unread text may be the start of a call.
 
-        The grammar excludes text that starts like a JSON call without being one.
+        The grammar excludes text that starts like a JSON call but isn't a JSON call.
         """
         text, format_ = "".join(self._text.split()), self._tools.format
         if not format_.bare_json or any(text.startswith(marker) for marker in format_.markers):

@@ -35,7 +35,7 @@ class CallDelta:
 
 
 class NoCalls(ValueError):
-    """The text does not contain a well-formed tool call."""
+    """Raised if the text does not contain a well-formed tool call."""
 
 
 def call_of(name: Any, arguments: Any) -> ParsedToolCall:
@@ -62,7 +62,7 @@ def encodable(text: str) -> str:
 def value_at(text: str, at: int) -> tuple[Any, int]:
     """Return the JSON value at this position, or after whitespace, and its end position.
 
-    Raises NoCalls if the text there is not valid JSON.
+    Raises NoCalls if the text at this position is not valid JSON.
     """
     at += len(text[at:]) - len(text[at:].lstrip())
     try:

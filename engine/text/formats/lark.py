@@ -1,7 +1,8 @@
 """Compose grammars in llguidance's Lark dialect from literals, texts and schemas.
 
 The lexer takes the longest match and never backtracks. Therefore, all text between two control tokens becomes one
-terminal. Otherwise, a terminal that may come next could be the start of another such terminal.
+terminal. With several terminals, the lexer could choose the wrong one, because one terminal may match the start of
+another.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class ControlToken(NamedTuple):
 
 
 class LarkText(NamedTuple):
-    """Text that matches an expression of terminals."""
+    """Text that matches an expression composed of terminals."""
 
     expression: str
     may_be_empty: bool = False
 
 
 class LarkRule(NamedTuple):
-    """A reference to another rule."""
+    """A reference to another grammar rule."""
 
     expression: str
 
@@ -50,12 +51,12 @@ def escaped(text: str) -> str:
 
 
 def containing(texts: Iterable[str]) -> str:
-    """Return an expression for all texts that contain at least one of the given texts."""
+    """Return an expression that matches every string that contains at least one of the given texts."""
     return f"/(?s:.*)({'|'.join(escaped(text) for text in texts)})(?s:.*)/"
 
 
 def text_without(texts: Iterable[str], *others: str) -> LarkText:
-    """Return an expression for texts that contain none of `texts` and match none of the other expressions."""
+    """Return an expression for strings that contain none of `texts` and match none of the other expressions."""
     markers = [text for text in texts if text]
     excluded = [*([containing(markers)] if markers else []), *others]
     return LarkText("(" + " & ".join([ANYTHING, *(f"~({each})" for each in excluded)]) + ")", may_be_empty=True)

@@ -82,7 +82,7 @@ def merged(first: str, second: str) -> str | None:
 
 
 def pattern_of(literal: str) -> str:
-    """Return a regular expression for the literal, in which whitespace matches any amount of whitespace."""
+    """Return a regular expression for the literal. Whitespace in the literal matches any amount of whitespace."""
     written = []
     for part in re.split(r"(\s+)", literal):
         if part.isspace():

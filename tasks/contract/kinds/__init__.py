@@ -1,6 +1,6 @@
 """The kinds of jobs. Each kind has a module with its payload, its result and its `Kind`.
 
-`contract/all_kinds.py` collects them.
+`contract/all_kinds.py` collects the kinds.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class GenerateJob(GenerationJob):
     @model_validator(mode="after")
     def _check_gap(self) -> GenerateJob:
         if self.suffix is None and self.prompt == "":
-            raise ValueError("prompt is '': it is empty; provide some text")
+            raise ValueError("prompt is '': the text is empty; provide some text")
         if self.suffix is None and self.input_extra:
             raise ValueError("input_extra requires a suffix; add one, or put the files into the prompt")
         if self.suffix is not None and self.parent_key is not None:

@@ -41,7 +41,7 @@ class TokenizeResult(TypedDict):
 
 
 class DetokenizeJob(BaseJob):
-    """The text of a list of token ids."""
+    """Text decoded from a list of token ids."""
 
     tokens: TokenList
 

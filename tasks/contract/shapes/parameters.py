@@ -1,4 +1,7 @@
-"""The types of parameters that callers can pass, for type checkers. `payloads` validates and converts them."""
+"""The types of parameters that callers can pass, for type checkers.
+
+`payloads` validates and converts the parameters.
+"""
 
 from __future__ import annotations
 

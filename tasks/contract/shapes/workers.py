@@ -23,7 +23,7 @@ ChatFeature = Literal["tools", "thinking"]
 
 
 class LoadFailure(TypedDict):
-    """The error from a failed load or unload of a model or adapter (contract.codes)."""
+    """The error from a failed attempt to load or unload a model or adapter (contract.codes)."""
 
     code: str
     message: str
@@ -70,16 +70,16 @@ class WorkerAdapter(TypedDict):
 
 
 class AdapterView(WorkerAdapter):
-    """An adapter with the same file and scale on all `workers` that have it.
+    """An adapter that has the same file and scale on all of these `workers`.
 
-    `in_use` is the sum of the values from these workers.
+    `in_use` is the sum over these workers.
     """
 
     workers: list[str]
 
 
 class CacheHit(TypedDict):
-    """The part of a prompt that was in the cache, with its length and its tier."""
+    """The cached part of a prompt: its length and its tier."""
 
     kind: CacheHitKind
     num_tokens: int
@@ -136,7 +136,10 @@ class LoadedModel(TypedDict, total=False):
 
 
 class WorkerModel(ModelFile, LoadedModel):
-    """A model on one worker. `engine`, `embedder` and `reranker` are null if they don't exist or are not loaded yet."""
+    """A model on one worker.
+
+    `engine`, `embedder` and `reranker` are null if the model doesn't have them or has not loaded them yet.
+    """
 
     engine: EngineState | None  # state of its engine
     embedder: EmbedderState | None  # state of its embedder
@@ -144,10 +147,11 @@ class WorkerModel(ModelFile, LoadedModel):
 
 
 class ModelView(ModelFile, LoadedModel):
-    """A model on all `workers` that have it.
+    """A model, summarized over all `workers` that have it.
 
-    If values differ between workers, they come from the first worker where the model is ready. `lacks` contains the
-    errors of workers that must have the model or one of its adapters, but can't load it.
+    If workers report different values, the values come from the first worker on which the model is ready. `lacks`
+    contains the errors of workers that must have the model or one of its adapters, but can't load this model or
+    adapter.
     """
 
     workers: list[str]
@@ -165,7 +169,7 @@ class WorkerDevice(TypedDict):
 
 
 class WorkerVram(TypedDict):
-    """The combined memory of a worker's GPUs. `used_bytes` includes other programs."""
+    """The combined memory of a worker's GPUs. `used_bytes` includes the memory that other programs use."""
 
     total_bytes: int
     free_bytes: int
@@ -202,7 +206,7 @@ class MemoryView(WorkerMemory):
 
 
 class WorkerCores(TypedDict):
-    """A worker's report to the other workers on its machine, which use it to share the cores."""
+    """A worker's report to the other workers on its machine, which use the report to share the cores."""
 
     machine: str  # boot id of the machine, which all of its containers share
     processors: list[int]  # processors on which the worker may run

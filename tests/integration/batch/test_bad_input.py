@@ -52,7 +52,7 @@ def test_batch_run_rejects_bad_options_before_queueing_anything(
     assert {path.name for path in set(commands.folder.iterdir()) - before} == {"command.log"}  # nothing has begun
 
 
-def test_batch_run_rejects_a_giant_line_and_completes_the_other_lines(
+def test_batch_run_rejects_an_oversized_line_and_completes_the_other_lines(
     worker: WorkerProcess, commands: Commands
 ) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "giant", "prompt": "x" * 10_000_000}, *stories(3)[2:]])

@@ -27,7 +27,7 @@ def test_client_runs_a_file_and_reports_progress(worker: WorkerProcess, commands
     assert seen[-1] == 5
 
 
-def test_client_reads_a_column_and_lists_valid_options_in_its_error(
+def test_client_reads_a_column_and_its_error_lists_valid_options(
     worker: WorkerProcess, commands: Commands, model: str
 ) -> None:
     (commands.folder / "in.csv").write_text("name,question\na,Hi\nb,Once\n")

@@ -33,7 +33,7 @@ def test_pandas_data_frame_keeps_its_index_and_types(worker: WorkerProcess, mode
     assert joined["output"].notna().all()
 
 
-def test_polars_data_frame_becomes_embeddings(worker: WorkerProcess, model: str) -> None:
+def test_polars_data_frame_is_converted_to_embeddings(worker: WorkerProcess, model: str) -> None:
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame({"id": [1, 2, 3], "title": TITLES})
     with Client() as client:

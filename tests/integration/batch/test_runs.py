@@ -64,7 +64,7 @@ def test_batch_run_completes_lines_of_all_kinds_and_reports_invalid_lines(
     assert len(commands.errors()) == 3
 
 
-def test_batch_run_loses_and_repeats_no_line_when_command_and_workers_are_killed(
+def test_batch_run_neither_loses_nor_repeats_lines_when_command_and_workers_are_killed(
     start_worker: StartWorker, commands: Commands, redis_client: Redis
 ) -> None:
     workers = [start_worker(), start_worker()]
@@ -94,7 +94,7 @@ def test_batch_run_loses_and_repeats_no_line_when_command_and_workers_are_killed
     assert {each["id"]: each["text"] for each in results} == undisturbed
 
 
-def test_ids_keep_their_types_in_results_and_errors_and_after_a_resume(
+def test_ids_keep_their_types_in_results_and_errors_even_after_resuming(
     worker: WorkerProcess, commands: Commands
 ) -> None:
     lines: list[Any] = [{"id": line_id, "prompt": "Hi", "max_tokens": 2} for line_id in (7, "7", 2**64)]
@@ -142,7 +142,7 @@ def test_embedding_run_reports_lines_per_second(worker: WorkerProcess, commands:
     assert not (commands.folder / "out.errors.jsonl").exists()
 
 
-def test_resume_recomputes_only_changed_lines(worker: WorkerProcess, commands: Commands) -> None:
+def test_resumed_run_recomputes_only_changed_lines(worker: WorkerProcess, commands: Commands) -> None:
     lines = stories(6, max_tokens=4)
     commands.write(lines)
     assert commands.run("--keep-work") == 0
@@ -254,7 +254,7 @@ def test_stdout_receives_results_as_they_complete_and_ctrl_c_stops_the_run(
         wait_until(lambda: client.stats()["slots_busy"] == 0, "nothing to be computed for nobody")
 
 
-def test_resume_can_switch_from_input_order_to_completion_order(
+def test_resumed_run_can_switch_from_input_order_to_completion_order(
     worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
     lines = stories(80, max_tokens=16)

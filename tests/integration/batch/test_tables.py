@@ -117,7 +117,7 @@ def test_failed_row_is_added_to_the_table_after_it_is_corrected(
     assert sorted(path.name for path in commands.folder.iterdir()) == ["command.log", "in.csv", "out.csv"]
 
 
-def test_run_continues_with_the_remaining_rows_after_a_limit(
+def test_repeated_run_processes_the_rows_beyond_the_previous_limit(
     worker: WorkerProcess, commands: Commands, model: str
 ) -> None:
     write_table(commands.folder / "in.parquet", 8)
@@ -139,7 +139,7 @@ def test_sample_option_draws_the_same_rows_each_time(worker: WorkerProcess, comm
     assert found[0] == found[1]
     assert len(found[0]) == 5
     assert commands.call(*argv, "--limit", "2") == 2
-    assert "'two.jsonl' has results of rows that --limit or --sample excludes" in commands.words()
+    assert "'two.jsonl' contains results of rows that --limit or --sample excludes" in commands.words()
 
 
 def test_compressed_files_and_urls_are_read_and_written(worker: WorkerProcess, commands: Commands, model: str) -> None:

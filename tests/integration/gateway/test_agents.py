@@ -112,7 +112,7 @@ def test_edited_history_is_sent_to_the_model_as_edited(
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(("api", "prefix"), [("chat", "chatcmpl-"), ("messages", "msg_"), ("responses", "resp_")])
-def test_cache_reuse_is_explained_for_the_id_of_an_answer(
+def test_cache_reuse_is_explained_for_an_answer_id(
     gateway: GatewayProcess, queue: Client, api: str, prefix: str
 ) -> None:
     agent = AGENTS[api](gateway, "agent", "hermes", keeps_reasoning=False, question=f"Which answer of {api}?")

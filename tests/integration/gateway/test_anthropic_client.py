@@ -46,7 +46,7 @@ def client(gateway: GatewayProcess) -> Iterator[Anthropic]:
         yield made
 
 
-def test_message_equals_result_of_the_same_job(client: Anthropic, queue: Client) -> None:
+def test_message_equals_the_result_of_the_same_job(client: Anthropic, queue: Client) -> None:
     answer = client.messages.create(**REQUEST)
     job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12, enable_thinking=False).result(60)
     assert [block.to_dict()["text"] for block in answer.content] == [job["text"]]
@@ -58,7 +58,7 @@ def test_message_equals_result_of_the_same_job(client: Anthropic, queue: Client)
     assert queue.position(answer.id.removeprefix("msg_")).state == "done"
 
 
-def test_stream_adds_up_to_the_message(client: Anthropic) -> None:
+def test_streamed_events_add_up_to_the_message(client: Anthropic) -> None:
     whole = client.messages.create(**REQUEST)
     with client.messages.stream(**REQUEST) as stream:
         text = "".join(stream.text_stream)
@@ -91,7 +91,7 @@ def test_base_url_may_end_with_v1(gateway: GatewayProcess, client: Anthropic) ->
         assert other.models.retrieve("tiny").id == "tiny"
 
 
-def test_tool_call_and_result_make_a_round_trip(client: Anthropic) -> None:
+def test_tool_call_and_result_round_trip(client: Anthropic) -> None:
     with client.messages.stream(**CALL) as stream:
         streamed = stream.get_final_message()
     answer = client.messages.create(**CALL)
@@ -129,7 +129,7 @@ def test_call_truncated_by_max_tokens_is_returned_as_call(client: Anthropic) -> 
     assert num_partial > 1
 
 
-def test_client_tool_runner_works_without_threads(client: Anthropic) -> None:
+def test_client_tool_runner_works_and_the_thread_parameter_is_rejected(client: Anthropic) -> None:
     cities: list[str] = []
 
     @anthropic.beta_tool
@@ -186,7 +186,7 @@ def test_stop_sequence_is_reported(client: Anthropic) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_raise_exceptions_of_anthropic_client(
+def test_errors_raise_anthropic_client_exceptions(
     client: Anthropic, wrong: dict[str, Any], error: type[anthropic.APIStatusError], kind: str, stream: bool
 ) -> None:
     with pytest.raises(error) as raised:

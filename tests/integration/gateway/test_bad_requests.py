@@ -33,7 +33,7 @@ def turns(*contents: Any) -> list[Any]:
         ({"max_tokens": 10**30}, errors.BadRequestError, "max_tokens", "max_tokens is"),
         ({"n": 0}, errors.BadRequestError, "n", "n is 0"),
         ({"n": 10_000}, errors.BadRequestError, "n", "n is 10000"),
-        ({"stop": [""]}, errors.BadRequestError, "stop", "it is empty"),
+        ({"stop": [""]}, errors.BadRequestError, "stop", "the text is empty"),
         ({"messages": []}, errors.BadRequestError, "messages", "messages is"),
         ({"messages": None}, errors.BadRequestError, "messages", "messages is missing"),
         ({"messages": "Hi"}, errors.BadRequestError, "messages", "messages is 'Hi'"),
@@ -59,7 +59,7 @@ def turns(*contents: Any) -> list[Any]:
         ({"tools": [{"type": "web"}]}, errors.BadRequestError, "tools", "tools.0"),
         ({"response_format": {"type": "xml"}}, errors.BadRequestError, "response_format", "its type must be"),
         ({"grammar": "root ::= ("}, errors.BadRequestError, None, "grammar"),
-        ({"parent_key": "x"}, errors.BadRequestError, "parent_key", "it is not a key"),
+        ({"parent_key": "x"}, errors.BadRequestError, "parent_key", "the value is not a key"),
         ({"parent_key": "0" * 64}, errors.NotFoundError, None, ""),
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, dict) else "",
@@ -122,7 +122,7 @@ def test_other_endpoints_reject_invalid_bodies(
         (b"{}", {**JSON, "content-encoding": "gzip"}, 415, "send the body without compression"),
         (b"x" * (17 << 20), JSON, 413, "the body has more than 16777216 bytes"),
         (json.dumps({**CHAT, "messages": turns("x" * (5 << 20))}).encode(), JSON, 400, "bytes, and the limit is"),
-        (json.dumps(CHAT).encode(), {**JSON, "idempotency-key": "x" * 300}, 400, "Idempotency-Key: 300 characters"),
+        (json.dumps(CHAT).encode(), {**JSON, "idempotency-key": "x" * 300}, 400, "Idempotency-Key has 300 characters"),
         (json.dumps(CHAT).encode(), {**JSON, "host": "evil.example"}, 403, "'evil.example'; use 127.0.0.1, or create"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -135,7 +135,7 @@ def test_malformed_body_is_rejected(
     assert expected in answer.json()["error"]["message"]
 
 
-def test_unknown_paths_and_methods_have_the_error_format(gateway: GatewayProcess) -> None:
+def test_unknown_paths_and_methods_return_errors_in_the_documented_format(gateway: GatewayProcess) -> None:
     assert gateway.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert gateway.get("/v1/chat/completions").status_code == 405
     assert gateway.get("/v1/models/nope").json()["error"]["code"] == "model_not_found"

@@ -75,7 +75,7 @@ def test_batch_answers_each_request_once(openai: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("url", "content"), [("/v1/completions", {"prompt": "Once", "max_tokens": 2}), ("/v1/embeddings", {"input": "a"})]
 )
-def test_batch_works_for_other_endpoints(openai: OpenAI, url: str, content: dict[str, Any]) -> None:
+def test_batch_accepts_requests_to_each_other_endpoint(openai: OpenAI, url: str, content: dict[str, Any]) -> None:
     line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "tiny", **content}}
     batch = ended(openai, create_batch(openai, [line]))
     assert batch.status == "completed"
@@ -103,7 +103,7 @@ def test_batch_of_responses_returns_the_same_answers_as_the_endpoint(openai: Ope
     assert "previous_response_id" in failed["error"]["message"]
 
 
-def test_batch_fails_with_line_numbers_when_file_is_invalid(openai: OpenAI) -> None:
+def test_batch_fails_with_line_numbers_when_its_file_is_invalid(openai: OpenAI) -> None:
     lines = [request(1), request(1), {**request(2), "url": "/v1/embeddings"}]
     batch = ended(openai, create_batch(openai, lines))
     assert batch.status == "failed"

@@ -102,7 +102,7 @@ def test_console_rejects_changes_from_other_sites(keyed: Keyed, headers: dict[st
     assert keyed.process.post("/console/sign-in", data={"key": keyed.add().text}, headers=own).status_code == 303
 
 
-def test_pages_of_other_sites_may_link_to_the_console_but_not_read_it(gateway: GatewayProcess) -> None:
+def test_pages_on_other_sites_may_link_to_the_console_but_not_read_it(gateway: GatewayProcess) -> None:
     link = {**HTML, "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     assert gateway.get("/console", headers=link).status_code == 200
     for fetch in ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}, {"origin": "https://example.org"}):
@@ -170,7 +170,7 @@ def test_only_administrators_see_jobs_of_other_tenants(keyed: Keyed, visit: Visi
     assert "worker@" in visit(keys["admin"]).get("/console").text
 
 
-def test_list_filters_by_state_model_kind_and_id(
+def test_job_list_filters_by_state_model_kind_and_id(
     gateway: GatewayProcess, queue: Client, redis_client: Redis, unserved: str
 ) -> None:
     finished = queue.generate("tiny", "Once upon a time", max_tokens=2)
@@ -200,7 +200,7 @@ def test_list_filters_by_state_model_kind_and_id(
         waiting.cancel()
 
 
-def test_list_filters_10_000_jobs_and_its_pages_include_each_job(
+def test_job_list_filters_10_000_jobs_and_its_pages_include_each_job(
     gateway: GatewayProcess, redis_client: Redis, unserved: str
 ) -> None:
     ledger = Ledger(redis_client)
@@ -243,7 +243,9 @@ def test_job_page_shows_the_lifecycle_parameters_and_escaped_text(
     assert gateway.get("/console/jobs/none", headers=HTML).status_code == 404
 
 
-def test_job_stream_resumes_after_the_last_event_and_stops_at_the_end(gateway: GatewayProcess, queue: Client) -> None:
+def test_job_stream_resumes_after_the_last_event_and_stops_when_the_job_ends(
+    gateway: GatewayProcess, queue: Client
+) -> None:
     job = queue.generate("tiny", "Once upon a time", max_tokens=8, temperature=0)
     result = job.result(PATIENCE_S)
     path = f"/console/jobs/{job.id}/events"

@@ -64,7 +64,7 @@ def test_pages_are_accessible_and_fit_each_screen_size(
     assert is_dark == (scheme == "dark")
 
 
-def test_list_is_filtered_while_the_visitor_types(
+def test_job_list_is_filtered_while_the_visitor_types(
     page: Page, gateway: GatewayProcess, queue: Client, unserved: str
 ) -> None:
     jobs = [queue.generate(unserved, "Hello", wait=True) for _ in range(3)]

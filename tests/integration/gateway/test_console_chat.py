@@ -92,7 +92,7 @@ def test_stopped_answer_keeps_its_text(chatter: ConsoleChatter, worker: WorkerPr
     assert chatter.page().count('class="turn"') == 2  # the answer that replaced it, and the template
 
 
-def test_refused_message_changes_nothing(chatter: ConsoleChatter, redis_client: Redis) -> None:
+def test_rejected_message_changes_nothing(chatter: ConsoleChatter, redis_client: Redis) -> None:
     def refusal(text: str, **fields: Any) -> tuple[int, str]:
         response = chatter.send(text, **fields)
         return response.status_code, response.json()["error"]["message"]
@@ -108,7 +108,7 @@ def test_refused_message_changes_nothing(chatter: ConsoleChatter, redis_client: 
     assert chatter.http.get(chatter.path, headers={"accept": "text/html"}).status_code == 404
 
 
-def test_failed_answer_names_the_remedy_and_can_be_repeated(chatter: ConsoleChatter) -> None:
+def test_failed_answer_shows_a_remedy_and_can_be_requested_again(chatter: ConsoleChatter) -> None:
     chatter.send("fox " * 9000)
     failed = chatter.answer()
     assert (failed["status"], "tokens" in failed["note"]) == ("failed", True)

@@ -152,7 +152,7 @@ def test_answer_continues_when_the_gateway_restarts(
         gateway.stop()
 
 
-def test_message_stays_in_the_field_when_it_is_refused(gateway: GatewayProcess, page: Page) -> None:
+def test_message_stays_in_the_field_when_it_is_rejected(gateway: GatewayProcess, page: Page) -> None:
     open_chat(page, gateway.url)
     page.run("document.getElementById('model').append(new Option('gone', 'gone', true, true))")
     send(page, "Hello there")

@@ -124,7 +124,7 @@ def test_tenants_page_shows_the_jobs_and_share_of_each_tenant(keyed: Keyed, redi
     assert unchanged.status_code == 304
 
 
-def test_new_key_is_shown_as_text_for_the_key_file_when_keys_are_in_a_file(keyed: Keyed) -> None:
+def test_new_key_is_shown_as_a_key_file_entry_when_keys_are_stored_in_a_file(keyed: Keyed) -> None:
     keyed.process.wait_ready("/health")
     key = keyed.add(admin=True, tenant="<b>root".strip("<b>"))
     with as_owner_of(keyed, key) as admin:
@@ -143,7 +143,7 @@ def test_invalid_fields_are_explained_and_stay_in_the_form(keyed: Keyed) -> None
     keyed.process.wait_ready("/health")
     with as_owner_of(keyed, keyed.add(admin=True)) as admin:
         for fields, problem in (
-            ({"tenant": "<b>"}, "it must be 1 to 64 letters"),
+            ({"tenant": "<b>"}, "the value must be 1 to 64 letters"),
             ({"tenant": "acme", "expires_in": "soon"}, "use, for example, 30m, 12h, 90d or 4w"),
             ({"tenant": "acme", "tokens_per_minute": "1e3"}, "it must be a whole number"),
             ({"tenant": "acme", "requests_per_minute": "0"}, "greater than or equal to 1"),

@@ -99,7 +99,7 @@ def test_cancelled_run_keeps_finished_results(
     assert page.run("document.querySelector('#run button')") is None
 
 
-def test_refused_upload_shows_the_remedy_next_to_the_field(
+def test_rejected_upload_shows_the_remedy_next_to_the_field(
     gateway: GatewayProcess, http: httpx.Client, page: Page, tmp_path: Path
 ) -> None:
     (tmp_path / "notes.md").write_text("<b>Hello</b>\n")
@@ -127,7 +127,7 @@ def test_invalid_lines_are_listed(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])
-def test_chat_run_tenant_and_key_pages_are_accessible_and_fit_each_screen_size(
+def test_pages_of_chats_runs_tenants_and_keys_are_accessible_and_fit_each_screen_size(
     gateway: GatewayProcess, http: httpx.Client, page: Page, worker: WorkerProcess, width: int, scheme: str
 ) -> None:
     run = start_run(http, lines_of(*(request(number, max_tokens=2) for number in range(30)), request(30, top_k=-2)))
@@ -157,7 +157,7 @@ def check_page(page: Page, name: str) -> None:
     assert page.run("document.documentElement.scrollWidth <= window.innerWidth"), name
 
 
-def test_rows_of_a_table_become_requests(http: httpx.Client) -> None:
+def test_table_rows_are_converted_to_requests(http: httpx.Client) -> None:
     table = b"id,title,review\nr1,Tea,Small\nr2,Lunch,Loud\n"
     fields = {"model": "tiny", "template": "Sum up {title}: {review}", "system": "Be brief", "max_tokens": "3"}
     started = http.post("/console/runs", files={"file": ("reviews.csv", table)}, data=fields)
@@ -173,7 +173,7 @@ def test_rows_of_a_table_become_requests(http: httpx.Client) -> None:
     assert (refused.status_code, "template is empty" in refused.text) == (400, True)
 
 
-def test_runs_of_the_command_line_are_listed_for_administrators(http: httpx.Client, redis_client: Redis) -> None:
+def test_command_line_runs_are_listed_for_administrators(http: httpx.Client, redis_client: Redis) -> None:
     batches = Batches(redis_client)
     batches.write("run-1", state="in_progress", input="<b>a.csv", output="b.csv", model="tiny", total=7, finished=3)
     try:
@@ -184,7 +184,9 @@ def test_runs_of_the_command_line_are_listed_for_administrators(http: httpx.Clie
         batches.forget("run-1")
 
 
-def test_runs_belong_to_their_tenant(worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path) -> None:
+def test_runs_are_visible_only_to_their_tenant_and_administrators(
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path
+) -> None:
     keyed = Keyed(tmp_path, redis_server.url)
     keys = [keyed.add(), keyed.add(), keyed.add(admin=True)]
     keyed.process.wait_ready("/health")

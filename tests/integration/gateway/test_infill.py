@@ -80,7 +80,7 @@ def test_ollamas_client_fills_a_gap(gateway: GatewayProcess, filler: str) -> Non
         ("/infill", {"input_prefix": "", "input_suffix": "", "input_extra": [{"name": "x"}]}, "input_extra.0"),
         ("/infill", {"input_prefix": "", "input_suffix": "", "xyzzy": 1}, "unknown parameter 'xyzzy'"),
         ("/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}, "has no fill-in-the-middle tokens"),
-        ("/v1/completions", {"model": "tiny", "prompt": ""}, "prompt is '': it is empty; provide some text"),
+        ("/v1/completions", {"model": "tiny", "prompt": ""}, "prompt is '': the text is empty; provide some text"),
     ],
 )
 def test_gap_that_cannot_be_filled_is_rejected(

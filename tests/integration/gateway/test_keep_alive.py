@@ -46,7 +46,7 @@ def impatient(worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_comments_contain_the_position_of_a_waiting_job(impatient: GatewayProcess, path: str) -> None:
+def test_keep_alive_comments_contain_the_position_of_a_waiting_job(impatient: GatewayProcess, path: str) -> None:
     body = {"model": "tiny", "stream": True, "service_tier": "flex", **BODIES[path]}
     with httpx.stream("POST", f"{impatient.url}{path}", json=body, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200
@@ -54,7 +54,7 @@ def test_comments_contain_the_position_of_a_waiting_job(impatient: GatewayProces
     assert re.fullmatch(r": position \d+(, about \d+ s)?", comment), comment
 
 
-def test_estimated_wait_is_a_share_of_a_new_jobs_wait() -> None:
+def test_estimated_wait_is_proportional_to_the_position_in_the_queue() -> None:
     classes: Any = {
         "interactive": {"waiting": 3, "oldest_s": 1.0, "eta_s": 8.0},
         "bulk": {"waiting": 6, "oldest_s": 1.0, "eta_s": None},

@@ -81,7 +81,7 @@ def test_slots_and_keys_are_freed_when_clients_disconnect(
     wait_until(lambda: not list(traces(redis_client, ids)), "nothing that names a job and has no TTL")
 
 
-def test_job_with_idempotency_key_survives_disconnect_and_answers_retry(
+def test_job_with_idempotency_key_survives_a_disconnect_and_serves_the_retry(
     gateway: GatewayProcess, worker: WorkerProcess, queue: Client
 ) -> None:
     key = {"idempotency-key": "again"}
@@ -95,7 +95,7 @@ def test_job_with_idempotency_key_survives_disconnect_and_answers_retry(
     assert (streamed.status_code, streamed.json()["error"]["code"]) == (409, "idempotency_key_reused")
 
 
-def test_stream_ends_with_error_when_job_is_cancelled_elsewhere(
+def test_stream_ends_with_an_error_when_its_job_is_cancelled_elsewhere(
     openai: OpenAI, worker: WorkerProcess, queue: Client
 ) -> None:
     with worker.slowed():
@@ -126,7 +126,7 @@ def test_keep_alives_are_sent_before_and_after_the_first_token(
     assert received[-2].startswith("data: {")
 
 
-def test_stopping_gateway_finishes_streams_and_rejects_new_requests(
+def test_gateway_finishes_streams_and_rejects_new_requests_when_it_stops(
     worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url).wait_ready()
@@ -141,7 +141,7 @@ def test_stopping_gateway_finishes_streams_and_rejects_new_requests(
     assert "Traceback" not in gateway.log()
 
 
-def test_gateway_cancels_its_streams_when_drain_s_has_passed(
+def test_gateway_cancels_its_streams_when_drain_s_has_elapsed(
     worker: WorkerProcess, redis_server: RedisServer, jobs_of_test: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_DRAIN_S="1").wait_ready()

@@ -46,7 +46,7 @@ def text_of(parts: list[Any]) -> str:
     return "".join(part.message.content or "" for part in parts)
 
 
-def test_chat_equals_result_of_the_same_job(client: OllamaClient, queue: Client) -> None:
+def test_chat_answer_equals_the_result_of_the_same_job(client: OllamaClient, queue: Client) -> None:
     answer = client.chat(**ASKED)
     job = queue.chat("tiny", QUESTION, temperature=0, max_tokens=12).result(PATIENCE_S)
     assert (answer.message.role, answer.message.content) == ("assistant", job["text"])
@@ -60,7 +60,7 @@ def test_chat_equals_result_of_the_same_job(client: OllamaClient, queue: Client)
     assert total < PATIENCE_S * 1e9
 
 
-def test_stream_adds_up_to_the_answer(client: OllamaClient, gateway: GatewayProcess) -> None:
+def test_streamed_parts_add_up_to_the_answer(client: OllamaClient, gateway: GatewayProcess) -> None:
     whole = client.chat(**ASKED)
     parts = list(client.chat(**ASKED, stream=True))
     assert text_of(parts) == whole.message.content
@@ -80,7 +80,7 @@ def test_asyncio_client_streams_answers(gateway: GatewayProcess) -> None:
         assert asyncio.run(chat()) == client.chat(**ASKED).message.content
 
 
-def test_tool_call_and_result_make_a_round_trip(client: OllamaClient) -> None:
+def test_tool_call_and_result_round_trip(client: OllamaClient) -> None:
     answer = client.chat(**WEATHER)
     assert answer.message.tool_calls
     [call] = answer.message.tool_calls
@@ -120,7 +120,7 @@ def test_thinking_is_separate_from_the_content(client: OllamaClient) -> None:
     assert (generated.thinking, generated.response) == (whole.message.thinking, whole.message.content)
 
 
-def test_answer_conforms_to_the_format(client: OllamaClient) -> None:
+def test_answer_conforms_to_the_requested_format(client: OllamaClient) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 9}, "n": {"enum": [1, 2]}},
@@ -135,7 +135,7 @@ def test_answer_conforms_to_the_format(client: OllamaClient) -> None:
     assert started.lstrip().startswith("{")
 
 
-def test_logprobs_of_parts_belong_to_their_tokens(client: OllamaClient) -> None:
+def test_logprobs_in_stream_parts_match_their_tokens(client: OllamaClient) -> None:
     whole = client.chat(**ASKED, logprobs=True, top_logprobs=2)
     assert whole.logprobs is not None
     assert "".join(entry.token for entry in whole.logprobs) == whole.message.content
@@ -166,7 +166,7 @@ def test_request_without_prompt_reports_that_the_model_is_loaded(client: OllamaC
     assert client.embeddings("tiny", "").embedding == []
 
 
-def test_vectors_equal_the_vectors_of_the_other_endpoint(client: OllamaClient, openai: OpenAI) -> None:
+def test_embeddings_equal_the_embeddings_of_the_openai_endpoint(client: OllamaClient, openai: OpenAI) -> None:
     vectors = openai.embeddings.create(model="tiny", input=["a fox", "a bear"], encoding_format="float")
     expected = [one.embedding for one in vectors.data]
     answer = client.embed("tiny", ["a fox", "a bear"])
@@ -276,7 +276,7 @@ def test_malformed_body_gets_an_error_in_ollamas_format(
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
 
 
-def test_body_requires_a_content_type_only_when_a_page_of_another_site_sends_it(gateway: GatewayProcess) -> None:
+def test_body_requires_a_content_type_only_in_cross_site_requests(gateway: GatewayProcess) -> None:
     content, by_page = json.dumps({**ASKED, "stream": False}), {"origin": "http://evil.example"}
     for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # litellm and curl
         assert gateway.post("/api/chat", content=content, headers=headers).status_code == 200
@@ -296,7 +296,7 @@ def test_client_raises_errors_with_status_and_message(client: OllamaClient) -> N
     assert raised.value.status_code == 400
 
 
-def test_keys_limit_the_models_and_errors_have_ollamas_format(keyed: Keyed) -> None:
+def test_keys_restrict_the_models_and_errors_have_ollamas_format(keyed: Keyed) -> None:
     def connect(key: str) -> OllamaClient:
         return OllamaClient(host=keyed.process.url, headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
 
@@ -360,7 +360,7 @@ def test_disconnecting_cancels_the_request(gateway: GatewayProcess, jobs_of_test
     wait_until(lambda: not jobs_of_test(), "the end of the job")
 
 
-def test_stream_ends_with_error_when_job_is_cancelled_elsewhere(
+def test_stream_ends_with_an_error_when_its_job_is_cancelled_elsewhere(
     client: OllamaClient, worker: WorkerProcess, queue: Client, jobs_of_test: Callable[[], list[str]]
 ) -> None:
     with worker.slowed():
@@ -372,7 +372,7 @@ def test_stream_ends_with_error_when_job_is_cancelled_elsewhere(
             list(stream)
 
 
-def test_keep_alives_are_empty_parts(worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path) -> None:
+def test_keep_alives_are_empty_stream_parts(worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_KEEPALIVE_S="1").wait_ready()
     worker.process.send_signal(signal.SIGSTOP)
     try:

@@ -24,7 +24,7 @@ class City(BaseModel):
     is_large: bool
 
 
-def test_chat_equals_result_of_the_same_job(openai: OpenAI, queue: Client) -> None:
+def test_chat_completion_equals_the_result_of_the_same_job(openai: OpenAI, queue: Client) -> None:
     answer = openai.chat.completions.create(**CHAT)
     job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12).result(60)
     choice = answer.choices[0]
@@ -42,7 +42,7 @@ def test_chat_equals_result_of_the_same_job(openai: OpenAI, queue: Client) -> No
     assert queue.position(answer.id.removeprefix("chatcmpl-")).state == "done"
 
 
-def test_stream_adds_up_to_the_answer(openai: OpenAI) -> None:
+def test_streamed_chunks_add_up_to_the_answer(openai: OpenAI) -> None:
     whole = openai.chat.completions.create(**CHAT)
     chunks = list(openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -83,7 +83,7 @@ def test_completions_of_several_prompts_have_consecutive_indices(openai: OpenAI)
     )  # type: ignore[union-attr]
 
 
-def test_logprobs_add_up_to_the_answer(openai: OpenAI) -> None:
+def test_tokens_in_logprobs_add_up_to_the_answer(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
     probs = answer.choices[0].logprobs
     assert probs is not None
@@ -136,7 +136,7 @@ LOOKUP: Any = {
 PARIS: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
-def test_voluntary_call_conforms_to_its_strict_tool(openai: OpenAI) -> None:
+def test_unforced_call_conforms_to_the_schema_of_a_strict_tool(openai: OpenAI) -> None:
     choice = openai.chat.completions.create(model="tiny", messages=PARIS, tools=[LOOKUP], temperature=0).choices[0]
     (call,) = choice.message.tool_calls or ()  # the model was trained to call get_weather with a city
     assert call.type == "function"
@@ -246,7 +246,7 @@ def test_reasoning_is_separate_from_the_answer(openai: OpenAI) -> None:
     assert "reasoning_content" not in (off.choices[0].message.model_extra or {})
 
 
-def test_message_of_a_parsed_tool_call_can_be_sent_back(openai: OpenAI) -> None:
+def test_message_with_a_parsed_tool_call_can_be_sent_back(openai: OpenAI) -> None:
     class Weather(BaseModel):
         city: str = Field(max_length=12)
 

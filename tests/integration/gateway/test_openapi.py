@@ -39,7 +39,7 @@ COVERAGE = ",coverage"  # some thousand requests with each value at its bounds, 
 MAX_EXAMPLES = 6  # per operation: the run takes about 20 s
 
 
-def test_document_is_served_without_a_key(keyed: Keyed) -> None:
+def test_openapi_document_is_served_without_a_key(keyed: Keyed) -> None:
     assert keyed.process.get("/v1/models").status_code == 401
     served = [keyed.process.get(path) for path in ("/openapi.json", "/v1/openapi.json")]
     assert [one.status_code for one in served] == [200, 200]
@@ -64,7 +64,7 @@ def test_example_request_gets_the_documented_answer(gateway: GatewayProcess, pat
     schemathesis.openapi.from_dict(document)[path]["POST"].validate_response(answer)
 
 
-def test_gateway_returns_only_what_the_document_describes(
+def test_gateway_returns_only_what_the_openapi_document_describes(
     gateway: GatewayProcess, jobs_of_test: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     uploaded = gateway.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"})

@@ -99,6 +99,6 @@ def test_ranking_has_the_documented_format(clients: Clients, path: str, options:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_each_row_of_the_documentation_has_a_pair(table: Table) -> None:
+def test_each_row_of_the_documentation_has_a_request_pair(table: Table) -> None:
     assert {pair.differs for pair in table.pairs} - {""} == set(table.differences)
     assert [name for name, number in Counter(pair.name for pair in table.pairs).items() if number > 1] == []

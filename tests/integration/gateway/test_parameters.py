@@ -59,11 +59,11 @@ def test_stop_token_ends_the_answer_and_is_included_if_requested(openai: OpenAI,
         {"top_k": 1.0, "temperature": 3, "seed": -7, "typ_p": 1.0, "repetition_penalty": 1},
     ],
 )
-def test_sampling_filters_of_llama_server_apply_to_chats(openai: OpenAI, filters: dict[str, Any]) -> None:
+def test_llama_server_sampling_filters_apply_to_chats(openai: OpenAI, filters: dict[str, Any]) -> None:
     assert answer(openai, **{"top_k": -1, **filters}) == answer(openai)
 
 
-def test_constraints_of_vllm_apply_to_chats(openai: OpenAI) -> None:
+def test_vllm_constraints_apply_to_chats(openai: OpenAI) -> None:
     for body in ({"guided_choice": ["yes", "no (a)"]}, {"structured_outputs": {"choice": ["yes", "no (a)"]}}):
         assert answer(openai, **body)[0] in ("yes", "no (a)")
     assert answer(openai, guided_grammar='root ::= "ab" "c"')[0] == "abc"

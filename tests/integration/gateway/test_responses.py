@@ -50,7 +50,7 @@ def events_of(stream: Any) -> list[dict[str, Any]]:
     return [event.to_dict() for event in stream]
 
 
-def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> None:
+def test_response_equals_the_chat_completion_and_is_stored(openai: OpenAI, queue: Client) -> None:
     answer = openai.responses.create(**REQUEST, metadata={"a": "b"}, instructions="Be brief")
     messages: Any = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": REQUEST["input"]}]
     job = queue.chat("tiny", messages, temperature=0, max_tokens=12).result(60)
@@ -63,7 +63,7 @@ def test_response_equals_chat_and_is_stored(openai: OpenAI, queue: Client) -> No
     assert item.to_dict()["content"] == [{"type": "input_text", "text": REQUEST["input"]}]
 
 
-def test_response_shows_sampling_parameters_of_the_request_and_the_model(openai: OpenAI) -> None:
+def test_response_shows_sampling_parameters_from_the_request_and_the_model(openai: OpenAI) -> None:
     sent: Any = {"top_p": 0.5, "max_tool_calls": 3, "safety_identifier": "s", "prompt_cache_key": "p"}
     more = {"presence_penalty": 0.25}  # not in OpenAI's API
     answer = openai.responses.create(model="tiny", input="Hi", max_output_tokens=1, **sent, extra_body=more)
@@ -123,7 +123,7 @@ def test_compacted_conversation_is_continued_with_its_summary(openai: OpenAI, qu
         openai.responses.compact(model="tiny")
 
 
-def test_references_resolve_to_items_of_stored_responses(openai: OpenAI) -> None:
+def test_item_references_resolve_to_items_of_stored_responses(openai: OpenAI) -> None:
     sent: Any = {**REQUEST, "input": "What is the weather in Paris?", "tools": [FUNCTION], "max_output_tokens": 60}
     first = openai.responses.create(**sent)
     [call] = [item for item in first.output if item.type == "function_call"]
@@ -159,7 +159,7 @@ def test_stream_is_the_same_when_reread_from_any_event(openai: OpenAI) -> None:
         assert rest == received[after + 1 :]
 
 
-def test_background_response_continues_without_client(openai: OpenAI) -> None:
+def test_background_response_completes_without_a_connected_client(openai: OpenAI) -> None:
     created = openai.responses.create(**REQUEST, background=True)
     assert created.status in ("queued", "in_progress", "completed")
     wait_until(lambda: openai.responses.retrieve(created.id).status == "completed", "the response")
@@ -196,7 +196,7 @@ def test_cancelled_response_stays_cancelled(openai: OpenAI, worker: WorkerProces
         openai.responses.cancel(whole.id)
 
 
-def test_deleted_response_leaves_no_keys(openai: OpenAI, redis_client: Redis) -> None:
+def test_deleted_response_leaves_no_redis_keys(openai: OpenAI, redis_client: Redis) -> None:
     answer = openai.responses.create(**REQUEST)
     openai.responses.delete(answer.id)
     for ask in (openai.responses.retrieve, openai.responses.delete, openai.responses.input_items.list):
@@ -205,7 +205,7 @@ def test_deleted_response_leaves_no_keys(openai: OpenAI, redis_client: Redis) ->
     assert not redis_client.exists(response_key(answer.id))
 
 
-def test_streams_end_when_response_is_deleted(openai: OpenAI, redis_client: Redis, worker: WorkerProcess) -> None:
+def test_streams_end_when_their_response_is_deleted(openai: OpenAI, redis_client: Redis, worker: WorkerProcess) -> None:
     with worker.slowed():
         created = openai.responses.create(**LONG, background=True)
         record: Any = redis_client.get(response_key(created.id))

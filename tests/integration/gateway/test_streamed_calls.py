@@ -42,7 +42,7 @@ def arguments(gateway: GatewayProcess) -> str:
     return call["function"]["arguments"]
 
 
-def test_chat_streams_the_pieces_of_a_call(openai: OpenAI, arguments: str) -> None:
+def test_chat_streams_a_tool_call_in_pieces(openai: OpenAI, arguments: str) -> None:
     sent: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
     chunks = list(openai.chat.completions.create(**sent, stream=True))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
@@ -57,7 +57,7 @@ def test_chat_streams_the_pieces_of_a_call(openai: OpenAI, arguments: str) -> No
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_response_streams_the_pieces_of_a_call(openai: OpenAI, arguments: str) -> None:
+def test_response_streams_a_tool_call_in_pieces(openai: OpenAI, arguments: str) -> None:
     tools: Any = [{"type": "function", **FUNCTION}]
     sent: Any = {"model": "tiny", "input": QUESTION, "tools": tools, "tool_choice": "required", "temperature": 0}
     received = [event.to_dict() for event in openai.responses.create(**sent, stream=True)]
@@ -68,7 +68,7 @@ def test_response_streams_the_pieces_of_a_call(openai: OpenAI, arguments: str) -
     assert [event.to_dict() for event in openai.responses.retrieve(response_id, stream=True)] == received
 
 
-def test_message_streams_the_pieces_of_a_call(gateway: GatewayProcess, arguments: str) -> None:
+def test_message_streams_a_tool_call_in_pieces(gateway: GatewayProcess, arguments: str) -> None:
     tools: Any = [{"name": "write", "description": "Write a text", "input_schema": SCHEMA}]
     sent: Any = {
         "model": "tiny",
@@ -93,7 +93,7 @@ def deltas_of(events: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_job_events_contain_the_pieces_of_a_call(queue: Client, arguments: str, is_streamed: bool) -> None:
+def test_job_events_contain_a_tool_call_in_pieces(queue: Client, arguments: str, is_streamed: bool) -> None:
     params: Any = {"tools": TOOLS, "tool_choice": "write", "temperature": 0, "stream": is_streamed}
     job = queue.chat("tiny", QUESTION, wait=True, **params)
     events: list[Any] = list(job.stream())
@@ -105,7 +105,9 @@ def test_job_events_contain_the_pieces_of_a_call(queue: Client, arguments: str, 
     assert job.result(PATIENCE_S)["message"]["tool_calls"] == [call]
 
 
-def test_pieces_of_a_call_continue_on_another_worker(redis_server: RedisServer, tmp_path: Path, arguments: str) -> None:
+def test_streamed_tool_call_continues_on_another_worker(
+    redis_server: RedisServer, tmp_path: Path, arguments: str
+) -> None:
     with empty_database(redis_server, 12) as url, Client(url) as client:
         workers: list[WorkerProcess] = []
 

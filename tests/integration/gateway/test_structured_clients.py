@@ -63,7 +63,7 @@ def _calls(url: str, folder: Path) -> list[SchemaCall]:
     [client for client in CLIENTS if client.package in installed()],
     ids=lambda client: f"{client.package} {client.how}",
 )
-def test_client_gets_valid_object_for_each_pydantic_model(made: list[SchemaCall], client: SchemaClient) -> None:
+def test_client_gets_a_valid_object_for_each_pydantic_model(made: list[SchemaCall], client: SchemaClient) -> None:
     of_client = [call for call in made if (call.client, call.how) == (client.package, client.how)]
     assert {call.model for call in of_client} == MODELS.keys()
     accepted = [call for call in of_client if call.outcome != BY_CLIENT and not is_refused_rightly(call)]

@@ -61,7 +61,7 @@ def test_non_strict_format_causes_warnings(openai: OpenAI) -> None:
     check(json.loads(raw.headers[WARNINGS]))
 
 
-def test_strict_format_is_rejected_when_not_enforceable(openai: OpenAI) -> None:
+def test_strict_format_is_rejected_when_it_cannot_be_enforced(openai: OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(errors.BadRequestError, match=r"response_format at #/properties/tags") as caught:
             openai.chat.completions.create(**JSON, response_format=STRICT, stream=stream)
@@ -88,7 +88,7 @@ def test_stream_contains_warnings_in_its_last_chunk(openai: OpenAI) -> None:
     assert not any("warnings" in (chunk.model_extra or {}) for chunk in chunks if chunk is not end)
 
 
-def test_completions_of_several_prompts_warn_once(openai: OpenAI) -> None:
+def test_completions_of_several_prompts_contain_each_warning_once(openai: OpenAI) -> None:
     own = {"json_schema": SCHEMA, "strict_schema": False}
     sent: Any = {"model": "tiny", "prompt": ["A", "B"], "max_tokens": 60, "temperature": 0}
     answer = openai.completions.create(**sent, extra_body=own)
@@ -114,7 +114,7 @@ def test_response_contains_warnings_in_every_format(openai: OpenAI, gateway: Gat
     check(last.to_dict()["response"]["warnings"])  # type: ignore[index]
 
 
-def test_message_is_not_strict_by_default_and_has_warnings(anthropic: Anthropic) -> None:
+def test_message_format_is_not_strict_by_default_and_causes_warnings(anthropic: Anthropic) -> None:
     raw = anthropic.messages.with_raw_response.create(**MESSAGE)
     check_text(raw.parse().to_dict()["content"][0]["text"])  # type: ignore[typeddict-item]
     check(raw.http_response.json()["warnings"])
@@ -147,7 +147,9 @@ def test_json_object_may_have_a_schema(openai: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("own", "whole"), [({"regex": "[a-c]{3}"}, "[a-c]{3}"), ({"lark": 'start: /[0-9]{2}/ "!"'}, "[0-9]{2}!")]
 )
-def test_grammar_and_regex_are_accepted_by_name(openai: OpenAI, own: dict[str, str], whole: str) -> None:
+def test_grammar_and_regex_parameters_constrain_chats_and_responses(
+    openai: OpenAI, own: dict[str, str], whole: str
+) -> None:
     for answer in (
         openai.chat.completions.create(**JSON, extra_body=own).choices[0].message.content,
         openai.responses.create(**REQUEST, extra_body=own).output_text,
@@ -162,7 +164,7 @@ def test_grammar_and_regex_are_accepted_by_name(openai: OpenAI, own: dict[str, s
     assert caught.value.param == name
 
 
-def test_unenforceable_tool_is_rejected_if_strict_and_causes_a_warning_otherwise(openai: OpenAI) -> None:
+def test_unenforceable_tool_is_rejected_if_strict_but_otherwise_causes_a_warning(openai: OpenAI) -> None:
     def sent(strict: bool) -> Any:
         function = {"name": "tag", "parameters": SCHEMA, "strict": strict}
         return {**JSON, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}

@@ -41,14 +41,14 @@ def received_events(client: OpenAI, registered: Registered, thing_id: str) -> li
     return [client.webhooks.unwrap(body, headers, secret=endpoint.secret).type for _, headers, body in calls()]
 
 
-def test_webhook_reports_the_end_of_a_batch(openai: OpenAI, registered: Registered) -> None:
+def test_webhook_is_sent_when_a_batch_ends(openai: OpenAI, registered: Registered) -> None:
     completed = ended(openai, create_batch(openai, [request(1)]))
     failed = ended(openai, create_batch(openai, [request(1), request(1)]))
     assert received_events(openai, registered, completed.id) == ["batch.completed"]
     assert received_events(openai, registered, failed.id) == ["batch.failed"]
 
 
-def test_webhook_reports_the_end_of_a_background_response(
+def test_webhook_is_sent_when_a_background_response_ends(
     openai: OpenAI, registered: Registered, worker: WorkerProcess
 ) -> None:
     waited = openai.responses.create(**REQUEST)

@@ -45,7 +45,7 @@ def test_every_method_of_the_clients_has_a_docstring() -> None:
     assert not [name for kind in (Client, Job) for name, method in methods(kind).items() if not method.__doc__]
 
 
-def test_batch_params_are_run_options_and_line_parameters() -> None:
+def test_batch_params_consist_of_run_options_and_line_parameters() -> None:
     own = set(BatchOptions.__dataclass_fields__) - {"input", "output", "params", "content"}
     lines = ChatJob.model_fields.keys() | EmbedJob.model_fields.keys()
     assert BatchParams.__optional_keys__ == own | (lines - {"messages", "texts"})

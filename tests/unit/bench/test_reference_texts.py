@@ -37,7 +37,7 @@ def test_text_that_differs_at_a_near_tie_counts_as_tied(tokens: list[int]) -> No
     assert expected.compare(expected.text[:-1] + "#") == "other"
 
 
-def test_token_likelier_than_the_chosen_token_is_not_a_tie(tokens: list[int]) -> None:
+def test_token_more_likely_than_the_chosen_token_is_not_a_tie(tokens: list[int]) -> None:
     found, end = result(tokens, 4), [2, -0.001]  # an end-of-text token where the text continues
     found["logprobs"][4]["top"].insert(0, end)  # type: ignore[index]
     (expected,) = reference_texts([found], TINY)

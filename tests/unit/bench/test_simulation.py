@@ -36,14 +36,14 @@ def test_strategies_reach_their_target_gaps_between_tokens() -> None:
         assert gaps["decode_maximal"] < gaps["balanced"] < gaps["prefill_priority"]
 
 
-def test_adaptive_matches_the_best_strategy_for_interactive_requests() -> None:
+def test_adaptive_strategy_matches_the_best_strategy_for_interactive_requests() -> None:
     found = simulated(INTERACTIVE, CPU)
     assert found["adaptive"].seconds <= 1.005 * min(one.seconds for one in found.values())
     first = {name: percentile(one.ttft_ms, 0.95) for name, one in found.items()}
     assert first["adaptive"] <= 1.02 * min(first.values())
 
 
-def test_adaptive_bounds_gaps_of_streams_and_keeps_bulk_work_progressing() -> None:
+def test_adaptive_strategy_limits_gaps_in_streams_while_bulk_work_progresses() -> None:
     lines = flat(conversations(LoadShape(160, scale=0.5), seed=1))
     streams = short_streams()
     arriving = [(2.0 + n, line) for n, line in enumerate(streams)]
@@ -55,7 +55,7 @@ def test_adaptive_bounds_gaps_of_streams_and_keeps_bulk_work_progressing() -> No
     assert beside.seconds <= 1.25 * alone.seconds
 
 
-def test_adaptive_decodes_all_bulk_rows_in_each_step_when_rows_are_cheap() -> None:
+def test_adaptive_strategy_decodes_all_bulk_rows_in_each_step_when_rows_are_cheap() -> None:
     lines = flat(conversations(LoadShape(160, scale=0.5), seed=1))
     streams = short_streams()
     alone = simulate(make_strategy("adaptive"), [*lines, *streams], 32, BULK, CHEAP_ROWS)

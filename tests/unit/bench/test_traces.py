@@ -18,7 +18,7 @@ from cellama.bench.harness.traces import (
 )
 
 
-def test_conversations_have_the_lengths_and_the_shared_blocks_of_the_trace() -> None:
+def test_conversations_have_the_lengths_and_shared_blocks_given_in_the_trace() -> None:
     sessions = conversations(12_000, per_s=3.4, seed=1)
     turns = [turn for session in sessions for turn in session.turns]
     assert len(turns) == 12_000
@@ -50,5 +50,5 @@ def test_families_share_their_first_blocks() -> None:
     assert len({block for session in sessions for block in session.turns[0].blocks}) == 5 * 2 + 30
 
 
-def test_text_repeats_each_block() -> None:
+def test_text_of_represents_each_block_by_a_repeated_number() -> None:
     assert text_of([1, 2]) == "00000001" * 256 + "00000002" * 256

@@ -37,7 +37,7 @@ def test_trie_optimum_counts_each_distinct_prefix_once(prompts: list[list[int]])
     assert trie_optimum(prompts) == len(prefixes)
 
 
-def test_num_common_ends_at_the_first_difference() -> None:
+def test_num_common_stops_at_the_first_difference() -> None:
     assert num_common([1, 2, 3], [1, 2, 4, 5]) == 2
     assert num_common([], [1]) == 0
     assert num_common([1, 2], [1, 2, 3]) == 2

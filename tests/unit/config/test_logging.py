@@ -42,7 +42,7 @@ def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[Literal["te
         logging.getLogger(name).setLevel(was)
 
 
-def test_text_lines_have_fields_detail_and_the_ids_of_the_context(logged: Callable[[str], list[str]]) -> None:
+def test_text_log_lines_contain_fields_detail_and_context_ids(logged: Callable[[str], list[str]]) -> None:
     first, second, third, fourth, *trace = logged("text")
     assert first.endswith("INFO    cellama.example: job finished [job j1] [trace abc]")
     assert second.endswith(": job cancelled (job=j1, after_s=1.5): the client disconnected [trace abc]")
@@ -51,7 +51,7 @@ def test_text_lines_have_fields_detail_and_the_ids_of_the_context(logged: Callab
     assert trace[-1] == "ValueError: no"
 
 
-def test_json_lines_have_event_fields_and_ids_as_keys(logged: Callable[[str], list[str]]) -> None:
+def test_json_log_lines_have_event_fields_and_ids_as_keys(logged: Callable[[str], list[str]]) -> None:
     first, second, third, fourth = map(json.loads, logged("json"))
     assert first.pop("time").endswith("+00:00")
     common = {"level": "INFO", "logger": "cellama.example"}

@@ -30,7 +30,7 @@ def test_each_kind_of_redis_url_is_converted_for_celery(url: str, broker: str) -
     assert "cret" not in mask_url(url) + repr(parse_redis_url(url))
 
 
-def test_clients_use_database_user_and_master_of_the_url() -> None:
+def test_clients_use_database_user_and_master_from_the_url() -> None:
     for client in (connect(SENTINELS), connect_async(SENTINELS)):
         known = client.connection_pool.connection_kwargs
         assert (database_of(client), known["username"], known["password"]) == (3, "me", "s@cret")
@@ -55,10 +55,10 @@ def test_socket_client_ignores_tcp_options() -> None:
         ("", "it must look like redis://HOST:PORT/DB"),
         ("me:secret@h", "it must look like"),
         ("http://me:secret@h", "it must look like"),
-        ("redis://me:sec/ret@h/0", "it can't be parsed"),
+        ("redis://me:sec/ret@h/0", "the URL can't be parsed"),
         ("redis://:secret", "it must look like"),
         ("redis://me:secret@[::1/0", "Write /, @, :, \\? and # in a password"),
-        ("redis://:secret@h:99999/0", "it can't be parsed"),
+        ("redis://:secret@h:99999/0", "the URL can't be parsed"),
         ("redis://:secret@h/first", "the database must be a number"),
         ("redis://:secret@h/0?timeout=1", "unknown option 'timeout'"),
         ("rediss://:secret@h/0?ssl_cert_reqs=never", "it must be required, optional or none"),

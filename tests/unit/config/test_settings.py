@@ -110,7 +110,7 @@ def test_settings_error_names_setting_value_and_remedy(
     ("text", "message"),
     [("redis_ulr = 1", r"redis_ulr: no such setting .* did you mean redis_url\?"), ("= 3", "can't be read .Invalid")],
 )
-def test_settings_file_error_names_the_mistake(
+def test_settings_file_error_describes_the_mistake(
     settings_environment: SetVariables, tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "cellama.toml").write_text(text)

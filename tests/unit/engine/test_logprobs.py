@@ -6,7 +6,7 @@ from cellama.engine import TokenLogprob
 from cellama.engine.request import text_of_bytes, with_texts
 
 
-def test_logprobs_have_the_texts_of_chosen_and_other_tokens() -> None:
+def test_logprobs_contain_the_texts_of_chosen_and_alternative_tokens() -> None:
     pieces = [b"a", "ä".encode(), b"\xe2\x82"]
     entry = with_texts(TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.0))), lambda token: pieces[token])
     assert (entry.text, entry.top_texts, entry.logprob) == ("ä", ("ä", "bytes:\\xe2\\x82"), -0.5)

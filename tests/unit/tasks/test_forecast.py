@@ -19,13 +19,13 @@ def test_forecast_is_zero_when_a_slot_is_free() -> None:
     assert forecast(2, [ServiceTime(9.0, 1.0)], [], 0, 5) == WaitEstimate(0.0, 0.0, HANDLING_S, 5)
 
 
-def test_forecast_assigns_jobs_ahead_to_the_slot_that_is_free_first() -> None:
+def test_forecast_assigns_jobs_ahead_to_the_first_slot_that_becomes_free() -> None:
     found = forecast(2, [ServiceTime(8.0, 0.0), ServiceTime(2.0, 0.0)], [ServiceTime(3.0, 0.0)], 1)
     assert found.eta_s == 5.0
     assert found.min_s < 5.0 < (found.max_s or 0.0)
 
 
-def test_forecast_counts_several_slots_per_job_and_extrapolates_a_sample() -> None:
+def test_forecast_supports_several_slots_per_job_and_extrapolates_from_a_sample() -> None:
     job = ServiceTime(20.0, 4.0, num_slots=2)
     assert [forecast(2, [], [job] * 2, num_ahead).eta_s for num_ahead in (2, 8)] == [20.0, 80.0]
 
@@ -35,7 +35,7 @@ def test_service_time_is_assumed_to_be_a_tenth_longer_when_a_job_exceeds_all_sam
     assert service_time([1.0], elapsed_s=100.0) == ServiceTime(10.0, 0.0)
 
 
-def test_range_is_wider_while_lengths_are_assumed() -> None:
+def test_estimated_range_is_wider_while_lengths_are_assumed() -> None:
     guessed, learnt = (forecast(1, [ServiceTime(10.0, 0.0)], [], 0, learnt_from) for learnt_from in (0, 1))
     assert guessed.min_s < learnt.min_s < (learnt.max_s or 0.0) < (guessed.max_s or 0.0)
 

@@ -39,7 +39,7 @@ def made(prompt: str, job_id: str) -> Message:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_message_from_a_template_contains_only_its_own_values(prompt: str) -> None:
+def test_message_from_a_template_contains_only_values_of_its_own_job(prompt: str) -> None:
     template = Template(made("a secret", "first"), body_of("a secret"))
     message = template.message(
         "own", body_of(prompt), argsrepr=f"({prompt!r},)", kwargsrepr="{}", submitted_at=9.25, clock=8
@@ -70,7 +70,7 @@ def test_submission_time_set_by_a_caller_is_kept(submitted_at: Any) -> None:
     assert repr(content["cellama_submitted_at"]) == repr(submitted_at)
 
 
-def test_message_that_a_template_would_not_reproduce_gets_no_template() -> None:
+def test_message_gets_no_template_when_a_template_would_not_reproduce_it() -> None:
     odd = made("Hi", "first")
     templates = Templates()
     dense = Message(odd.key, odd.payload.replace(", ", ","), odd.events)
@@ -81,7 +81,7 @@ def test_message_that_a_template_would_not_reproduce_gets_no_template() -> None:
     assert templates.get((3,)) is None
 
 
-def test_job_with_additional_options_gets_its_message_from_celery() -> None:
+def test_celery_builds_the_message_when_a_job_has_additional_options() -> None:
     usual, late = (generate._check(("tiny", "Hi"), {}, options) for options in ({}, {"countdown": 5}))
     own = generate._check(("tiny", "Hi"), {}, {"headers": {"own": 1}})
     assert usual.fits_template
@@ -89,7 +89,7 @@ def test_job_with_additional_options_gets_its_message_from_celery() -> None:
     assert not own.fits_template
 
 
-def test_message_is_built_by_celery_while_a_signal_handler_is_connected() -> None:
+def test_celery_builds_messages_while_a_signal_handler_is_connected() -> None:
     def note(**_: Any) -> None:
         """Handle the signal, as tracers do to add headers."""
 

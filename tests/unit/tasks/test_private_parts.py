@@ -32,7 +32,7 @@ def name_of(path: str) -> str:
 
 
 @pytest.mark.parametrize("path", ALL_PARTS)
-def test_private_part_has_the_expected_signature(path: str) -> None:
+def test_private_api_has_the_expected_signature(path: str) -> None:
     require_parts(path)
 
 
@@ -58,7 +58,7 @@ class Owner:
         ("gone", "(self)", False),
     ],
 )
-def test_missing_or_changed_part_is_reported_with_the_installed_versions(
+def test_missing_or_changed_private_api_is_reported_with_the_installed_versions(
     monkeypatch: pytest.MonkeyPatch, name: str, expected: str, is_there: bool
 ) -> None:
     path = f"{__name__}:Owner.{name}"
@@ -71,7 +71,7 @@ def test_missing_or_changed_part_is_reported_with_the_installed_versions(
     assert f"celery {version('celery')}, kombu {version('kombu')}, redis {version('redis')}: " in str(refused.value)
 
 
-def test_versions_have_upper_bounds() -> None:
+def test_package_versions_have_upper_bounds() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for needed in (project["dependencies"], project["optional-dependencies"]["worker"]):
         for name in ("celery", "kombu", "redis"):
@@ -107,7 +107,7 @@ def defined(node: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_private_parts_are_used_only_in_one_file_and_by_listed_subclasses(file: str) -> None:
+def test_private_apis_are_used_only_in_one_file_and_by_listed_subclasses(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text())
     known = {name_of(path) for path in INHERITED.get(file.removeprefix("tasks/"), {})}
     names, own = {name for name in mentioned(tree) if private(name)} - {"_exit"}, set(defined(tree))  # os._exit
@@ -115,7 +115,7 @@ def test_private_parts_are_used_only_in_one_file_and_by_listed_subclasses(file: 
     assert known <= names | own, f"{file} no longer uses: {known - names - own}"
 
 
-def test_table_lists_exactly_the_parts_that_its_file_uses() -> None:
+def test_table_lists_exactly_the_private_apis_that_its_file_uses() -> None:
     used = set(mentioned(ast.parse((ROOT / TABLES).read_text())))
     names = {name_of(path).lstrip("_") for path in PARTS}
     assert names == {name.lstrip("_") for name in used if name.startswith("_") and not name.endswith("__")}

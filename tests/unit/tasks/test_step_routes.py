@@ -57,7 +57,7 @@ def test_step_gets_the_queue_that_its_app_would_choose(shop: Celery, name: str, 
     assert routed(shop.signature(f"shop.{name}"))["options"] == place
 
 
-def test_step_keeps_the_options_of_the_user_and_is_copied(shop: Celery) -> None:
+def test_step_is_copied_and_keeps_the_users_options(shop: Celery) -> None:
     step = shop.tasks["shop.letters"].s(1).set(queue="mine", link=shop.tasks["shop.own"].s())
     before = copy.deepcopy(dict(step))
     found = routed(step)

@@ -31,7 +31,7 @@ def test_timeout_comes_from_the_job_or_the_settings_except_for_bulk_jobs(
 
 
 @pytest.mark.parametrize(("kwargs", "priority", "expected"), CASES)
-def test_running_job_keeps_the_timeout_it_was_queued_with(
+def test_running_job_keeps_the_timeout_that_was_set_when_it_was_queued(
     settings_environment: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     kwargs: dict[str, Any],

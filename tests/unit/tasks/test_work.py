@@ -24,7 +24,7 @@ from cellama.tasks.state.ledger import JobWork, work_of, work_of_text
         ("unheard_of", [1, 2, 3], {"texts": 7}, JobWork("unheard_of")),
     ],
 )
-def test_work_of_a_call_counts_its_tokens_or_texts(
+def test_work_of_a_call_is_its_number_of_tokens_or_texts(
     task: str, args: list[Any], kwargs: dict[str, Any], work: JobWork
 ) -> None:
     assert work_of(f"cellama.{task}", args, kwargs) == work
@@ -32,5 +32,5 @@ def test_work_of_a_call_counts_its_tokens_or_texts(
 
 
 @pytest.mark.parametrize("text", ["", "generate", "generate x 1", "a b c d"])
-def test_malformed_work_in_the_ledger_counts_as_the_default(text: str) -> None:
+def test_malformed_work_in_the_ledger_is_replaced_by_the_default(text: str) -> None:
     assert work_of_text(text) == JobWork("generate", 256)

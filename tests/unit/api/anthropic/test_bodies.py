@@ -60,7 +60,7 @@ def test_body_is_converted_to_job_parameters() -> None:
     parse_job(ChatJob, (), (), {"model": "m", "messages": made.messages, **made.params})
 
 
-def test_format_is_not_strict_by_default() -> None:
+def test_output_format_is_not_strict_by_default() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     assert order(output_config=form).params["strict_schema"] is False
     assert order(output_config=form, strict_schema=True).params["strict_schema"] is True
@@ -87,7 +87,7 @@ def test_tool_choice_must_name_an_existing_tool() -> None:
     assert order(tools=[TOOL], tool_choice={"type": "none"}).params["tool_choice"] == "none"
 
 
-def test_counted_body_contains_only_template_parameters() -> None:
+def test_count_tokens_job_contains_only_template_parameters() -> None:
     made = parse_counted_body({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
     assert made.params.keys() == {"enable_thinking", "tools", "tool_choice"}
     parse_job(TemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
@@ -135,12 +135,12 @@ def test_missing_max_tokens_is_rejected_with_the_field_name() -> None:
         order(max_tokens=None)
 
 
-def test_count_rejects_unused_parameters() -> None:
+def test_count_tokens_rejects_unused_parameters() -> None:
     with pytest.raises(InvalidJob, match=r"^unknown parameter 'max_tokens'; known"):
         parse_counted_body({"model": "m", "messages": HELLO, "max_tokens": 5})
 
 
-def test_payload_errors_use_anthropic_names() -> None:
+def test_payload_errors_use_anthropic_parameter_names() -> None:
     assert with_callers_names("stop is 3: …", callers_names({"stop_sequences": 3}))[0] == "stop_sequences is 3: …"
     assert with_callers_names("stop is 3: …", callers_names({"stop": 3}))[0] == "stop is 3: …"
     of_schema = with_callers_names("json_schema at #/a: …", callers_names({"output_config": {}}))[0]

@@ -91,7 +91,7 @@ def test_thinking_block_does_not_need_a_signature(signature: dict[str, Any]) -> 
     ],
     ids=["half a pair", "NUL", "image", "image of the system"],
 )
-def test_error_names_the_position_in_the_body(system: Any, turns: Any, named: str) -> None:
+def test_error_contains_the_position_in_the_body(system: Any, turns: Any, named: str) -> None:
     with pytest.raises(InvalidJob) as refused:
         messages_of(system, turns)
     assert str(refused.value).startswith(named)

@@ -57,7 +57,7 @@ def test_stream_adds_up_to_the_message() -> None:
     assert whole["usage"].items() <= read_message["usage"].items()
 
 
-def test_call_in_pieces_adds_up_to_the_message() -> None:
+def test_pieces_of_a_call_add_up_to_the_message() -> None:
     pieces: list[dict[str, Any]] = [
         {"index": 0, "id": "1", "name": "add", "arguments": ""},
         {"index": 0, "arguments": '{"a": 1, "b"'},
@@ -80,7 +80,7 @@ def test_truncated_reasoning_has_no_signature() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": "\\ud800"}', '{"a": NaN}'])
-def test_arguments_are_text_when_not_representable_in_json(arguments: str) -> None:
+def test_arguments_are_returned_as_text_when_they_cannot_be_represented_in_json(arguments: str) -> None:
     sent = '{"a": "\\u0000"}'
     calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": a}} for a in (arguments, sent)]
     assert [block["input"] for block in calls_of(calls)] == [{"value": arguments}, {"a": "\0"}]
@@ -95,7 +95,7 @@ def test_blocks_are_numbered_and_closed_in_order() -> None:
     ]  # fmt: skip
 
 
-def test_omitted_reasoning_is_an_empty_block() -> None:
+def test_omitted_reasoning_becomes_an_empty_block() -> None:
     [thought, said] = read(stream_events(STARTED, *REASONING, *TEXT, done(), shows_reasoning=False))["content"]
     assert (thought["thinking"], thought["signature"], said["text"]) == ("", "", "Well")
 
@@ -125,7 +125,7 @@ def test_last_event_has_an_anthropic_stop_reason(end: dict[str, Any], reason: st
     assert stop_of(end, 100)["stop_reason"] == reason
 
 
-def test_warnings_are_in_last_event_and_in_message() -> None:
+def test_last_event_and_message_contain_the_warnings() -> None:
     end = done(warnings=["a"])
     (delta,) = [event for event in stream_events(STARTED, *TEXT, end) if event["type"] == "message_delta"]
     assert delta["warnings"] == ["a"]

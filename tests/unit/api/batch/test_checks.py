@@ -27,7 +27,7 @@ def check(tmp_path: Path, data: bytes, name: str = "in.jsonl", output: str = "ou
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.json", "x.out", "x", "x.v2", "x.2026-01-31", "x.txt"])
-def test_check_files_accepts_output_names_without_another_format(tmp_path: Path, name: str) -> None:
+def test_check_files_accepts_output_names_that_imply_no_other_format(tmp_path: Path, name: str) -> None:
     check(tmp_path, LINES.encode(), output=name)
     check(tmp_path, LINES.encode(), errors=tmp_path / name)
 
@@ -43,7 +43,7 @@ def test_check_files_accepts_output_names_without_another_format(tmp_path: Path,
         (".", "is not a file; choose a file"),
     ],
 )
-def test_check_files_rejects_output_names_of_other_formats(tmp_path: Path, name: str, message: str) -> None:
+def test_check_files_rejects_output_names_that_imply_other_formats(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         check(tmp_path, LINES.encode(), output=name)
     with pytest.raises(InvalidJob, match=message):
@@ -53,7 +53,7 @@ def test_check_files_rejects_output_names_of_other_formats(tmp_path: Path, name:
 @pytest.mark.parametrize("name", ["x.csv", "x.TSV", "x.parquet", "x.feather", "x.jsonl.gz", "x.csv.zst"])
 def test_check_files_accepts_tables_for_results_but_not_for_errors(tmp_path: Path, name: str) -> None:
     check(tmp_path, LINES.encode(), output=name)
-    with pytest.raises(InvalidJob, match=r"errors can't be written to .*, because they are JSON lines; use \.jsonl"):
+    with pytest.raises(InvalidJob, match=r"errors are JSON lines and can't be written to .*; use a \.jsonl file"):
         check(tmp_path, LINES.encode(), errors=tmp_path / name)
 
 
@@ -65,7 +65,7 @@ def test_check_files_accepts_tables_for_results_but_not_for_errors(tmp_path: Pat
         ({"template": "{a}", "column": "b"}, "--column and --template can't be combined"),
         ({"limit": 2, "sample": 2}, "--limit and --sample can't be combined"),
         ({"limit": 0}, "limit: 0 is not a valid number of rows"),
-        ({"params": {"n": 2}, "output": "x.csv"}, "n: 2 results of a line don't fit into one row of .*x.csv"),
+        ({"params": {"n": 2}, "output": "x.csv"}, "n: 2 results per line don't fit into one row of .*x.csv"),
     ],
 )
 def test_check_files_rejects_options_that_contradict_each_other(
@@ -127,7 +127,9 @@ def test_check_files_rejects_an_output_in_the_input_directory(tmp_path: Path) ->
         check_files(BatchOptions(tmp_path / "notes", tmp_path / "notes" / "out.csv"))
 
 
-def test_check_files_names_the_extra_when_pyarrow_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_files_error_names_the_extra_when_pyarrow_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for names in (("in.parquet", "out.jsonl"), ("in.jsonl", "out.arrow")):
         with pytest.raises(InvalidJob, match=r"missing packages: pyarrow; run `pip install 'cellama\[parquet\]'`"):

@@ -76,7 +76,7 @@ def test_line_file_contains_only_complete_lines_when_the_disk_is_full(
     assert (tmp_path / "out").read_text() == '{"id": 1}\n{"id": 4}\n'
 
 
-def test_line_file_copies_appended_lines_to_the_echo(tmp_path: Path) -> None:
+def test_line_file_also_writes_appended_lines_to_the_echo_stream(tmp_path: Path) -> None:
     (tmp_path / "out").write_text('{"id": 1}\n')
     with (tmp_path / "echo").open("wb") as echo, contextlib.closing(LineFile(tmp_path / "out", echo.fileno())) as file:
         file.append([{"id": 2}])
@@ -84,7 +84,7 @@ def test_line_file_copies_appended_lines_to_the_echo(tmp_path: Path) -> None:
     assert (tmp_path / "echo").read_text() == '{"id": 2}\n{"id": "ä"}\n'
 
 
-def test_outdated_results_are_removed_by_rewrite_without_in_both_formats(tmp_path: Path) -> None:
+def test_rewrite_without_removes_outdated_results_in_both_formats(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
     rewrite_without(path, {"a", "b"}.__contains__)
@@ -197,7 +197,7 @@ def test_add_returns_the_earlier_line_of_a_duplicate_id(work: WorkFile) -> None:
         assert work.add(line(2, "b", "x")) == 1
 
 
-def test_ids_of_different_types_are_different(work: WorkFile) -> None:
+def test_ids_with_different_types_are_different(work: WorkFile) -> None:
     big = 2**64 + 1
     lines = [line(1, "a", 7), line(2, "b", "7"), line(3, "c", big)]
     read(work, *lines)
@@ -238,7 +238,7 @@ def test_open_output_counts_tokens_of_recovered_results_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.1, 3), (0.4, 4), (20.0, 1000)])
-def test_rates_count_only_this_command_even_when_it_is_short(seconds: float, lines: int) -> None:
+def test_rates_include_only_the_current_command_even_when_it_is_short(seconds: float, lines: int) -> None:
     progress = Progress(total=5000, finished=100 + lines, already=100, tokens_before=990, completion_tokens=990 + 29)
     progress.started_at = time.monotonic() - seconds
     assert progress.line_rate == pytest.approx(lines / seconds, rel=0.2)

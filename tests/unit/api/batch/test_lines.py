@@ -45,7 +45,7 @@ def test_short_lines_get_default_ids_models_and_parameters() -> None:
     assert (embed.kind, embed.model, embed.params) == ("embed", "n", {"texts": "t"})
 
 
-def test_openai_lines_become_jobs() -> None:
+def test_openai_lines_are_converted_to_jobs() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     body = {"model": "n", "messages": HELLO, "max_completion_tokens": 5, "response_format": schema, "user": "u",
             "logprobs": True, "top_logprobs": 2, "seed": None, "prediction": EXPECTED}  # fmt: skip
@@ -76,7 +76,7 @@ def test_openai_lines_become_jobs() -> None:
         ({"custom_id": "a", "url": "/v1/rerank", "body": {"query": "a", "documents": "b"}}, "documents is str"),
         ({"custom_id": "a", "url": "/v1/foo", "body": {}}, "/v1/embeddings, /v1/responses, /v1/rerank"),
         ({"prompt": "a", "temperture": 1}, "unknown parameter 'temperture'; did you mean 'temperature'"),
-        ({"prompt": ""}, "prompt is '': it is empty"),
+        ({"prompt": ""}, "prompt is '': the text is empty"),
         ({"prompt": "a", "id": ""}, "id is ''"),
         ({"prompt": "a", "stream": True}, "priority and stream are not supported in bulk runs"),
         ({"prompt": "x" * 20_000}, "bytes, and the limit is 10000; split the line"),
@@ -106,7 +106,7 @@ def test_line_without_a_model_is_invalid_when_the_run_has_no_default() -> None:
     assert "model is missing" in bad.message
 
 
-def test_line_in_another_encoding_does_not_affect_other_lines() -> None:
+def test_line_in_a_different_encoding_does_not_affect_other_lines() -> None:
     texts = {"utf-16-le": '{"prompt": "e"}', "latin-1": '{"prompt": "é"}', "utf-8-sig": '{"prompt": "é"}'}
     utf16, latin, marked = read(*(text.encode(encoding) for encoding, text in texts.items()))
     assert isinstance(utf16, BadLine)
@@ -133,7 +133,7 @@ def test_line_with_an_invalid_id_is_rejected(line_id: Any) -> None:
         assert "must be a string" in found.message or "missing" in found.message
 
 
-def test_parquet_file_has_a_prompt_per_row(tmp_path: Path) -> None:
+def test_parquet_file_yields_a_prompt_per_row(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
     table = {"id": [7, 8, 9], "question": ["a", None, "c"], "at": [date(2026, 1, 2)] * 3}
     parquet.write_table(pyarrow.table(table), path)
@@ -160,7 +160,7 @@ def test_read_lines_raises_when_the_file_has_a_different_format(tmp_path: Path) 
         read(b"question", b"a", *[b"x" * 5000] * 3, b"\xff", format_="csv")
 
 
-def test_text_and_csv_files_have_a_prompt_per_line() -> None:
+def test_text_and_csv_files_yield_a_prompt_per_line() -> None:
     texts = read(b"one", b"", b"two", format_="text")
     assert [(line.number, line.params["prompt"]) for line in texts] == [(1, "one"), (3, "two")]
     rows = read(b"id,question", b'1,"a ""b"""', b"2,c", format_="csv")
@@ -187,7 +187,7 @@ def test_csv_rows_keep_their_ids_and_other_columns(header: str, columns: RowMapp
     assert isinstance(without, BadLine) == (ids != ["1", "2"])  # ids are numbered only if the file has no ids
 
 
-def test_rows_become_chats_prompts_and_embeddings(tmp_path: Path) -> None:
+def test_rows_are_converted_to_chats_prompts_and_embeddings(tmp_path: Path) -> None:
     csv = (b"id,title,body", b"q7,Fox,Red {1}")
     template = RowTemplate("{{Sum up}}: {title}\n{body}")
     (chat,) = read(*csv, format_="csv", columns=RowMapping(template=template, as_kind="chat"))
@@ -201,7 +201,7 @@ def test_rows_become_chats_prompts_and_embeddings(tmp_path: Path) -> None:
     assert (turns.id, turns.params["messages"], turns.columns) == (1, HELLO, {"tag": 3})
 
 
-def test_system_message_makes_rows_chats() -> None:
+def test_rows_become_chats_when_there_is_a_system_message() -> None:
     defaults = Defaults("m", {"system": "Be brief."})
     (line,) = read_lines(io.BytesIO(b"Hi\n"), "text", defaults, 1000)
     assert isinstance(line, BatchLine)
@@ -210,14 +210,14 @@ def test_system_message_makes_rows_chats() -> None:
         list(read_lines(io.BytesIO(b"Hi\n"), "text", defaults, 1000, RowMapping(as_kind="embed")))
 
 
-def test_json_row_without_a_column_of_the_first_row_is_invalid() -> None:
+def test_json_row_is_invalid_when_it_lacks_a_column_of_the_first_row() -> None:
     columns = RowMapping(template=RowTemplate("{title}"))
     good, bad = read({"title": "a"}, {"name": "b"}, columns=columns)
     assert (good.id, bad.id) == ("line-1", "line-2")
     assert bad.message == "the row has no column 'title'; add it, or leave the row out"
 
 
-def test_directory_input_has_a_row_per_file(tmp_path: Path) -> None:
+def test_directory_input_yields_a_row_per_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name, data in {
         "b.txt": b"two",
@@ -255,7 +255,7 @@ def test_arrow_file_and_stream_have_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("params", [{"n": 2}, {"texts": ["a", "b"]}])
-def test_line_with_several_results_is_invalid_for_a_table(params: dict[str, Any]) -> None:
+def test_line_with_several_results_is_invalid_for_table_output(params: dict[str, Any]) -> None:
     line = {"prompt": "a", **params} if "n" in params else params
     (bad,) = read(line, columns=RowMapping(keeps_all=True))
     assert isinstance(bad, BadLine)
@@ -303,7 +303,7 @@ def test_additional_columns_are_copied_into_results_and_errors(tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_hash_changes_with_the_job_and_keys_are_sorted_by_prompt() -> None:
+def test_line_hash_depends_on_the_job_and_sort_key_starts_with_the_prompt() -> None:
     one, same, other = read({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"}, {"id": "a", "prompt": "y"})
     assert one.hash == same.hash != other.hash
     chats = read({"messages": [*HELLO, {"role": "assistant", "content": "A"}]}, {"messages": HELLO})
@@ -335,7 +335,7 @@ def test_result_line_in_the_openai_format_has_choices_and_usage() -> None:
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "text", "csv"])
-def test_line_is_invalid_when_its_job_is_too_large_in_every_format(format_: Format) -> None:
+def test_line_whose_job_is_too_large_is_invalid_in_every_format(format_: Format) -> None:
     prompts = ["short", '"' * 2000, "é" * 2900]  # a quote and an é take two bytes each in a message
     text = {"jsonl": "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)}
     text["text"] = "".join(prompt + "\n" for prompt in prompts)

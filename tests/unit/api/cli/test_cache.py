@@ -39,7 +39,7 @@ def cache(folder: Path, *argv: str, code: int = 0) -> Any:
     return json.loads(done.stdout) if "--json" in argv else done.output
 
 
-def test_cache_lists_pins_and_clears_states_by_scope_and_key(folder: Path) -> None:
+def test_cache_commands_list_pin_and_clear_states_by_scope_and_key(folder: Path) -> None:
     states = cache(folder, "list", "--json")
     assert [(state["scope"], state["num_tokens"], state["problem"]) for state in states] == [
         ("b", 100, None),

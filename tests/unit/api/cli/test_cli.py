@@ -92,7 +92,7 @@ def test_every_generation_parameter_is_an_option() -> None:
         (JobTimeout("x"), Exit.TIMEOUT),
     ],
 )
-def test_exit_code_depends_on_the_kind_of_error(error: Exception, code: Exit) -> None:
+def test_exit_code_depends_on_the_type_of_error(error: Exception, code: Exit) -> None:
     assert exit_code_of(error) == code
 
 
@@ -125,7 +125,7 @@ Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message h
                 (["generate", "tiny", "Hi", "--max-tokens", "0"], 2, "max_tokens is 0"),
                 (["generate", "tiny", "Hi", "--temperature", "-1"], 2, "temperature is -1.0"),
                 (["generate", "tiny", "Hi", "--max-tokens", "many"], 2, "valid integer"),
-                (["generate", "tiny", ""], 2, "prompt is '': it is empty"),
+                (["generate", "tiny", ""], 2, "prompt is '': the text is empty"),
                 (["generate", "tiny"], 2, "Missing argument"),
                 (["generate", "tiny", "Hi", "--max-token", "3"], 2, "--max-tokens"),
                 (["genrate"], 2, "genrate"),

@@ -76,7 +76,7 @@ def test_invalid_settings_are_reported_and_other_checks_run(settings_environment
     assert "s3cret" not in done.output
 
 
-def test_producers_require_fewer_package_parts_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_producers_require_fewer_private_apis_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     required: list[tuple[str, ...]] = []
     monkeypatch.setattr(doctor, "require_parts", lambda *paths: required.append(paths))
     for modules in (("sys",), ("a_missing_module",)):
@@ -85,7 +85,7 @@ def test_producers_require_fewer_package_parts_than_workers(monkeypatch: pytest.
     assert required == [(), (*PRODUCER_PARTS, *READER_PARTS)]
 
 
-def test_unused_and_absent_cpu_features_have_a_remedy() -> None:
+def test_doctor_suggests_a_remedy_for_unused_and_absent_cpu_features() -> None:
     assert levels(doctor.cpu_findings(["AVX", "OPENMP"], {"avx"})) == ["ok"]
     (unused,) = doctor.cpu_findings(["AVX"], {"avx", "avx2", "fma"})
     assert (unused.level, "AVX2, FMA" in unused.found) == ("warning", True)
@@ -130,7 +130,7 @@ def pci(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads sysfs")
-def test_gpus_that_the_build_does_not_use_have_a_remedy(pci: Path) -> None:
+def test_doctor_suggests_a_remedy_for_gpus_that_the_build_does_not_use(pci: Path) -> None:
     seen = doctor.seen_gpus(pci)
     assert seen == ["NVIDIA", "NVIDIA"]
     (cpu_build,) = doctor.gpu_findings(CPU_BUILD, seen)
@@ -164,7 +164,7 @@ def test_build_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.level, finding.found) == ("error", "llama.cpp did not start within 0.2 s")
 
 
-def test_build_of_this_machine_is_described() -> None:
+def test_build_on_this_machine_is_described() -> None:
     build = doctor.read_build()
     assert not isinstance(build, Finding), build
     assert build["version"]
@@ -182,7 +182,7 @@ def test_old_redis_servers_and_clusters_are_errors() -> None:
     assert cluster.remedy
 
 
-def test_eviction_full_memory_and_missing_persistence_have_remedies() -> None:
+def test_doctor_suggests_remedies_for_eviction_full_memory_and_missing_persistence() -> None:
     assert levels(doctor.memory_findings(HEALTHY)) == ["ok"]
     (policy,) = doctor.memory_findings({**HEALTHY, "maxmemory_policy": "allkeys-lru"})
     assert (policy.level, "CONFIG SET maxmemory-policy noeviction" in policy.remedy) == ("error", True)
@@ -212,7 +212,9 @@ def test_directory_is_checked_for_access_and_space(tmp_path: Path, monkeypatch: 
     assert doctor.directory_finding("data_dir", tmp_path).level == "error"
 
 
-def test_quota_of_cache_dir_counts_stored_states(tmp_path: Path, settings_environment: Callable[..., None]) -> None:
+def test_cache_dir_check_subtracts_stored_states_from_the_quota(
+    tmp_path: Path, settings_environment: Callable[..., None]
+) -> None:
     (tmp_path / "kv" / "ab").mkdir(parents=True)
     (tmp_path / "kv" / "ab" / "state").write_bytes(bytes(1000))
     for quota, level in ((1 << 60, "warning"), (1000, "ok")):
@@ -233,7 +235,7 @@ class Flower(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_port_is_usable_when_free_or_used_by_its_service() -> None:
+def test_port_is_usable_when_it_is_free_or_used_by_its_service() -> None:
     with http.server.HTTPServer((LOOPBACK, 0), Flower) as server, socket.create_server((LOOPBACK, 0)) as other:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         flower = Port("Flower", server.server_port, "/", "TornadoServer", "choose another port")
@@ -244,7 +246,7 @@ def test_port_is_usable_when_free_or_used_by_its_service() -> None:
     assert (usable.level, usable.found) == ("ok", f"in use by cellama: {server.server_port} (Flower)")
 
 
-def test_workers_of_several_versions_are_named() -> None:
+def test_workers_with_different_versions_are_named() -> None:
     def entry(name: str, cellama: str, llguidance: str = "1.9.1") -> WorkerEntry:
         return replace(worker_entry(name), cellama=cellama, llguidance=llguidance)
 

@@ -58,7 +58,7 @@ def test_help_shows_the_most_used_options_first() -> None:
     assert text.index("--max-tokens") < text.index("--json-schema") < text.index("--dry-base")
 
 
-def test_help_of_a_group_describes_commands_in_whole_sentences() -> None:
+def test_group_help_describes_commands_in_complete_sentences() -> None:
     text = help_text("cellama batch", 80)
     assert "..." not in text.partition("Commands:")[2]
     assert re.search(r"run +Run every row of a file", text)

@@ -83,7 +83,7 @@ def test_keys_revoke_accepts_the_id_or_the_key(database: Redis) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("a b",), "tenant is 'a b': it must be 1 to 64 letters"),
+        (("a b",), "tenant is 'a b': the value must be 1 to 64 letters"),
         (("acme", "--requests-per-minute", "0"), "requests_per_minute is 0"),
         (("acme", "--priority", "urgent"), "priority is 'urgent'"),
         (("acme", "--expires-in", "soon"), "use, for example, 30m, 12h, 90d or 4w"),

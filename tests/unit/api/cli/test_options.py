@@ -63,7 +63,7 @@ def test_options_that_jobs_do_not_support_are_rejected(given: dict[str, Any], wh
         settled(**given)
 
 
-def test_priority_of_the_payload_overrides_the_celery_option() -> None:
+def test_payload_priority_overrides_the_celery_option() -> None:
     assert settled(9, priority=2)["priority"] == 9
     assert settled(priority=2)["priority"] == 2
 

@@ -58,7 +58,7 @@ def test_status_fits_into_80_columns() -> None:
         assert part in text
 
 
-def test_status_shows_counts_of_a_model_that_only_embeds() -> None:
+def test_status_shows_counts_for_a_model_that_only_embeds() -> None:
     model = {"id": "reader", "default": True, "threads": 2, **NO_PARTS, "embedder": READER, "reranker": READER}
     row = next(line.split() for line in shown([model]).splitlines() if line.split()[:1] == ["reader"])
     assert row == ["reader", "(default)", "-", "8642", "197531", "-", "-", "15308642", "2"]
@@ -107,7 +107,9 @@ def test_silence_timeout_starts_when_the_job_gets_a_slot(monkeypatch: pytest.Mon
         patience.describe(Position("j", "running"))
 
 
-def test_silence_timeout_counts_unserved_time_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_timeout_includes_unserved_time_unless_unserved_jobs_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, patience = Clock(monkeypatch), SilenceTimeout("j", 60.0)
     patient = SilenceTimeout("j", 60.0, allow_unserved=True)
     clock.now = 61.0

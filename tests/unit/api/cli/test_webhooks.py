@@ -62,7 +62,7 @@ def test_webhooks_create_warns_about_urls_that_gateways_do_not_call(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("ftp://example.org",), "url is 'ftp://example.org': it must start with https://"),
+        (("ftp://example.org",), "url is 'ftp://example.org': the URL must start with https://"),
         ((URL, "--event", "batch.begun"), "batch.completed"),
     ],
 )

@@ -56,7 +56,7 @@ def test_caller_may_use_the_adapters_of_its_key(choice: Any) -> None:
 @pytest.mark.parametrize(
     "choice", ["poet", "poet=0", ["pirate", "poet=0.5"], {"pirate": 1, "poet": 2}, [["poet", 1.0]]]
 )
-def test_caller_may_not_use_other_adapters(choice: Any) -> None:
+def test_caller_may_not_use_adapters_that_its_key_does_not_allow(choice: Any) -> None:
     with pytest.raises(ApiError, match="may not use the adapter 'poet'; it may use: pirate"):
         Caller(adapters=frozenset({"pirate"})).check_adapters(choice)
     with pytest.raises(ApiError, match="it may use: none"):
@@ -64,11 +64,11 @@ def test_caller_may_not_use_other_adapters(choice: Any) -> None:
 
 
 def test_unknown_model_has_openai_error_code() -> None:
-    error = of_job(UnknownModel("no running worker serves a model 'x'"))
+    error = of_job(UnknownModel("no running worker serves the model 'x'"))
     assert error.status == 404
     assert error.envelope == {
         "error": {
-            "message": "no running worker serves a model 'x'",
+            "message": "no running worker serves the model 'x'",
             "type": "not_found_error",
             "param": None,
             "code": "model_not_found",

@@ -40,7 +40,7 @@ def test_cached_value_is_fetched_once_while_fresh() -> None:
     asyncio.run(run())
 
 
-def test_cached_value_is_the_previous_value_during_a_fetch() -> None:
+def test_previous_value_is_returned_during_a_fetch() -> None:
     async def run() -> None:
         fetch = Fetch()
         await fetch.kept.get(1.0)

@@ -27,7 +27,7 @@ def test_worker_error_names_the_callers_parameter(message: str, param: str | Non
     assert error.envelope["error"]["type"] == "invalid_request_error"
 
 
-def test_worker_error_names_parameters_of_responses() -> None:
+def test_worker_error_uses_parameter_names_of_the_responses_api() -> None:
     error = of_worker(of_code("invalid_request", "json_schema at #/a: no"), callers_names(RULES, {}))
     assert (error.message, error.param, error.code) == ("text at #/a: no", "text", "invalid_json_schema")
 

@@ -55,7 +55,7 @@ def test_metrics_without_a_token_are_only_available_locally(at: Any, headers: di
     ("given", "status"),
     [(f"Bearer {TOKEN}", 200), (f"bearer {TOKEN} ", 200), ("Bearer wrong", 401), (TOKEN, 401), ("", 401)],
 )
-def test_metrics_are_readable_from_anywhere_with_token(given: str, status: int) -> None:
+def test_metrics_are_readable_from_anywhere_with_a_token(given: str, status: int) -> None:
     with client(ELSEWHERE, gateway_metrics_token=TOKEN) as http:
         headers = {"authorization": given} if given else {}
         assert http.get("/metrics", headers=headers).status_code == status

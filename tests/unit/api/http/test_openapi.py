@@ -52,11 +52,11 @@ def test_document_describes_all_routes_except_console_and_ollama_routes(document
     assert all(path == "/" or path.startswith(("/console", "/api/")) for path in left_out)
 
 
-def test_operations_and_routes_correspond() -> None:
+def test_operations_match_the_routes() -> None:
     assert OPERATIONS.keys() == {f"{method} {first_path}" for method, _, first_path in api_routes(API_ROUTES)}
 
 
-def test_document_error_names_the_route_that_is_missing_in_the_table() -> None:
+def test_document_error_names_the_route_that_is_missing_from_the_table() -> None:
     with pytest.raises(LookupError, match="GET /v1/new is not in OPERATIONS"):
         gateway_document([*API_ROUTES, Route("/v1/new", lambda _: None)])
 

@@ -41,7 +41,7 @@ def test_count_values_is_an_upper_bound_below_the_limit_and_exact_above_the_limi
     assert (counted > limit) == (exact > limit) or 0 <= counted - exact <= raw.count(b"{") + raw.count(b"[")
 
 
-def test_count_values_counts_string_with_commas_once() -> None:
+def test_count_values_counts_a_string_with_commas_once() -> None:
     text = 'a,[{"\\' * MAX_VALUES
     assert count_values(json.dumps({"prompt": text}).encode(), MAX_VALUES) < 10
     assert count_values(b"[" + b"1," * (2 * MAX_VALUES) + b"1]", MAX_VALUES) == MAX_VALUES + 1

@@ -41,7 +41,7 @@ def http() -> TestClient:
         ("/console/jobs/", "/console/jobs/"),
     ],
 )
-def test_canonical_path_names_the_endpoint(path: str, expected: str) -> None:
+def test_canonical_path_identifies_the_endpoint(path: str, expected: str) -> None:
     assert canonical_path(path, {"chat", "models"}) == expected
 
 

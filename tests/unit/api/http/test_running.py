@@ -69,7 +69,7 @@ def after_disconnect(
         yield lambda body: asyncio.run(leave(body))
 
 
-def test_job_stays_charged_until_its_end_when_client_disconnects(after_disconnect: Callable[[Body], None]) -> None:
+def test_job_stays_charged_until_it_ends_when_client_disconnects(after_disconnect: Callable[[Body], None]) -> None:
     async def body(_: Gateway, admission: Counted, redis: Redis) -> None:
         usage = usage_of(prompt_tokens=3, completion_tokens=4)
         data: Any = json.dumps({"seq": 0, "type": "done", "finish_reason": "stop", "usage": usage})
@@ -81,7 +81,9 @@ def test_job_stays_charged_until_its_end_when_client_disconnects(after_disconnec
     after_disconnect(body)
 
 
-def test_job_stays_charged_for_estimate_when_gateway_stops(after_disconnect: Callable[[Body], None]) -> None:
+def test_job_stays_charged_for_its_estimated_tokens_when_gateway_stops(
+    after_disconnect: Callable[[Body], None],
+) -> None:
     async def body(gateway: Gateway, admission: Counted, redis: Redis) -> None:
         await asyncio.wait_for(gateway.close(), PATIENCE_S)
         assert admission.ends == [None]
@@ -90,7 +92,7 @@ def test_job_stays_charged_for_estimate_when_gateway_stops(after_disconnect: Cal
     after_disconnect(body)
 
 
-def test_repeated_request_gets_result_when_events_have_expired(
+def test_repeated_request_gets_the_result_when_events_have_expired(
     redis_server: RedisServer, settings_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)

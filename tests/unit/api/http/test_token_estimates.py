@@ -22,7 +22,7 @@ def test_max_tokens_defaults_to_context_or_limit_of_logprobs() -> None:
     assert rest_of_context(long, {"logprobs": "many", "n": 0}) == limits.MAX_REPORTED
 
 
-def test_max_tokens_of_all_answers_default_to_a_quarter_of_the_limit() -> None:
+def test_default_max_tokens_of_all_answers_is_a_quarter_of_the_limit() -> None:
     assert within_limit(None, 1000) == 1000
     assert within_limit(400, 1000) == 100
     assert within_limit(400, 1000, 5) == 20

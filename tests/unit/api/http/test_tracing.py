@@ -12,7 +12,7 @@ from ...tasks.traces.conftest import ABOVE, Spans, spans
 __all__ = ["spans"]
 
 
-def test_request_span_is_child_of_client_span(spans: Spans) -> None:
+def test_request_span_is_a_child_of_the_client_span(spans: Spans) -> None:
     with TestClient(create_app(Settings())) as http:
         http.get("/health", headers=ABOVE)
         http.post("/v1/completions", headers=ABOVE, content=b"no JSON")

@@ -67,7 +67,7 @@ def test_scrape_counts_queued_jobs_by_model_and_class(redis: Any) -> None:
     assert value(scrape, "cellama_up") == 1
 
 
-def test_scrape_sums_the_tenants_beyond_the_limit(redis: Any) -> None:
+def test_scrape_combines_the_tenants_beyond_the_limit(redis: Any) -> None:
     service = ServiceWriter(redis)
     for number in range(module.MAX_SHARES + 2):
         service.note(f"t{number}", 100.0 - number)
@@ -82,7 +82,7 @@ def test_scrape_sums_the_tenants_beyond_the_limit(redis: Any) -> None:
     assert value(scrape, "cellama_scrape_truncated") == 1
 
 
-def test_scrape_of_an_empty_redis_contains_metrics_but_no_worker(redis: Any) -> None:
+def test_scrape_of_an_empty_redis_contains_metrics_but_no_workers(redis: Any) -> None:
     scrape = Scrape(redis)
     assert value(scrape, "cellama_workers") == 0
     assert value(scrape, "cellama_jobs_waiting", model=":default") == 0
@@ -90,7 +90,7 @@ def test_scrape_of_an_empty_redis_contains_metrics_but_no_worker(redis: Any) -> 
     assert value(scrape, "cellama_dead_jobs") == 0
 
 
-def test_scrape_counts_workers_only_when_the_model_is_ready(redis: Any) -> None:
+def test_scrape_counts_workers_only_when_their_model_is_ready(redis: Any) -> None:
     entry = worker_entry("w", READY, {**READY, "id": "other", "status": "loading"}, seen_at=redis_time(redis))
     redis.hset(keys.workers_key(), "w", json.dumps(asdict(replace(entry, started_at=1.0))))
     scrape = Scrape(redis)
@@ -151,7 +151,7 @@ def test_scrape_counts_bulk_runs_by_state_and_lines_of_active_runs(redis: Any) -
     assert {state: value(scrape, "cellama_bulk_lines", state=state) for state in lines} == lines
 
 
-def test_scrape_sums_the_keys_of_a_tenant(redis: Any) -> None:
+def test_scrape_combines_the_keys_of_a_tenant(redis: Any) -> None:
     for tokens in (5, 7):
         key = new_key()
         entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
@@ -190,7 +190,7 @@ def test_scrape_is_not_truncated_when_only_finished_runs_are_omitted(
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 
-def test_scrape_reports_up_0_until_redis_answers(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrape_reports_cellama_up_as_0_until_redis_answers(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     scrape = Scrape(redis, lambda: now[0])
 

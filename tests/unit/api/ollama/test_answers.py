@@ -26,7 +26,7 @@ EVENTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_stream_consists_of_parts_and_a_single_end() -> None:
+def test_stream_consists_of_parts_and_a_single_final_part() -> None:
     parts = [part for event in EVENTS for part in AnswerForm(CHAT, "tiny:latest").parts(event)]
     messages = [{name: value for name, value in part["message"].items() if name != "role"} for part in parts]
     call = {"id": "c1", "function": {"index": 0, "name": "f", "arguments": {"city": "Paris"}}}
@@ -39,7 +39,7 @@ def test_stream_consists_of_parts_and_a_single_end() -> None:
     assert [part["done_reason"] for part in parts if "done_reason" in part] == ["stop"]
 
 
-def test_completion_returns_its_text_as_response() -> None:
+def test_completion_returns_its_text_in_the_response_field() -> None:
     [part] = AnswerForm(GENERATE, "tiny").parts({"type": "token", "text": "Hi", "tokens": [1]})
     assert (part["response"], part["done"], "message" in part) == ("Hi", False, False)
     message = {"role": "assistant", "content": "Hi", "reasoning": "Hm"}
@@ -111,7 +111,7 @@ def test_models_are_described_in_ollamas_format() -> None:
         json.dumps(describe(bare))
 
 
-def test_number_of_parameters_has_a_unit() -> None:
+def test_parameter_count_is_shown_with_a_unit() -> None:
     assert [size_text(number) for number in (0, 999, 4_200, 7_241_000_000, 10**12)] == [
         "0", "999", "4.2K", "7.2B", "1.0T",
     ]  # fmt: skip

@@ -71,7 +71,7 @@ def test_chat_is_converted_to_job_parameters() -> None:
 
 
 @pytest.mark.parametrize("url", [CHAT, GENERATE])
-def test_empty_arguments_of_ollamas_client_have_no_effect(url: str) -> None:
+def test_empty_arguments_from_ollamas_client_have_no_effect(url: str) -> None:
     body = {"model": "m", "format": "", "options": {"temperature": None}, **EMPTY[url], "think": None}
     del body["stream"]  # the gateway reads it
     made = parse_chat(body) if url == CHAT else parse_generate(body, has_template=True)
@@ -79,7 +79,7 @@ def test_empty_arguments_of_ollamas_client_have_no_effect(url: str) -> None:
     assert made.params.keys() <= {"tools"}
 
 
-def test_special_values_of_options_are_converted() -> None:
+def test_special_option_values_are_converted() -> None:
     made = chat(options={"num_predict": -1, "seed": -1, "top_k": -1, "repeat_last_n": -1})
     assert made.params == {"top_k": 0, "repeat_last_n": limits.MAX_LOOK_BACK}
     assert chat(options={"seed": 2**32 - 1}).params == {}
@@ -108,7 +108,7 @@ def test_suffix_requests_a_completion_that_fills_the_gap() -> None:
         generate(suffix="the end.", system="Be kind")
 
 
-def test_empty_prompt_has_no_content() -> None:
+def test_empty_prompt_produces_no_content() -> None:
     for made in (generate(prompt=""), generate(prompt="", raw=True), generate(prompt=None), chat(messages=[])):
         assert not made.content
     assert parse_texts({"input": ""}, EMBED) == ("", {"truncate": True})
@@ -129,7 +129,7 @@ def test_empty_prompt_has_no_content() -> None:
         ({"keep_alive": True}, r"keep_alive is True"),
         ({"top_logprobs": 3}, r"top_logprobs is 3, but logprobs is not true"),
         ({"logprobs": True, "top_logprobs": 21}, r"top_logprobs is 21; it must be a number from 0 to 20"),
-        ({"logprobs": 5}, r"logprobs is 5; it must be true or false"),
+        ({"logprobs": 5}, r"logprobs is 5; use true or false"),
         ({"truncate": True}, r"truncate is True: a prompt that is too long"),
         ({"priority": 0}, r"priority is 0: use `service_tier`"),
         ({"n": 2}, r"n is 2"),
@@ -168,7 +168,7 @@ def test_invalid_input_to_embed_is_rejected_with_the_field_name(value: Any) -> N
         parse_texts({"prompt": value}, EMBEDDINGS)
 
 
-def test_job_errors_name_the_option() -> None:
+def test_job_errors_name_the_ollama_option() -> None:
     made = chat(options={"temperature": "hot"}, format={"type": "objekt"})
     with pytest.raises(InvalidJob) as raised:
         parse_job(ChatJob, (), (), {"model": "m", "messages": made.content, **made.params})

@@ -45,7 +45,7 @@ def test_results_are_matched_to_calls_by_name_and_then_by_position() -> None:
     assert made[2] == {"role": "tool", "content": "b", "name": "two", "tool_call_id": "call00002"}
 
 
-def test_given_call_ids_are_kept() -> None:
+def test_call_ids_given_by_the_caller_are_kept() -> None:
     sent = reply("one", "two")
     sent["tool_calls"][0]["id"] = "mine"
     made = converted(
@@ -59,7 +59,7 @@ def test_ids_stay_the_same_when_the_conversation_grows() -> None:
     assert converted(*first, reply("one"), {"role": "tool", "content": "b"})[: len(first)] == converted(*first)
 
 
-def test_members_are_renamed_and_unknown_members_are_ignored() -> None:
+def test_fields_are_renamed_and_unknown_fields_are_ignored() -> None:
     received = {"role": "Assistant", "content": "Paris.", "thinking": "Hm.", "images": [], "tool_calls": None, "x": 1}
     assert converted(QUESTION, {**received, "name": None})[1] == {
         "role": "assistant",

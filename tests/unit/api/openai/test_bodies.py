@@ -100,7 +100,7 @@ def test_message_returned_by_openai_client_is_accepted() -> None:
     parse_job(ChatJob, (), (), {"model": "m", "messages": messages})
 
 
-def test_members_that_clients_add_to_a_reply_are_ignored() -> None:
+def test_fields_that_clients_add_to_a_reply_are_ignored() -> None:
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     call = {"id": "call_1", "type": "function", "index": 0, "function": function}
     added = {"parsed": {"x": 1}, "annotations": [{"type": "url_citation"}], "provider_specific_fields": {"x": 1}}
@@ -113,7 +113,7 @@ def test_members_that_clients_add_to_a_reply_are_ignored() -> None:
     parse_job(ChatJob, (), (), {"model": "m", "messages": messages})
 
 
-def test_refusal_is_text_of_the_reply() -> None:
+def test_refusal_becomes_the_text_of_the_reply() -> None:
     part = {"type": "refusal", "refusal": "I can't."}
     replies = [{"role": "assistant", "refusal": "I can't."}, {"role": "assistant", "content": [part]}]
     for reply in replies:
@@ -134,7 +134,7 @@ def test_reply_with_unreadable_content_is_rejected() -> None:
         ({"audio": {}}, "audio is {}: answers contain only text"),
         ({"functions": [{"name": "f"}]}, "functions is"),
         ({"modalities": ["text", "audio"]}, "modalities is"),
-        ({"logprobs": 3}, "logprobs is 3; it must be true or false"),
+        ({"logprobs": 3}, "logprobs is 3; use true or false"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; it must be a whole number from 0 to 20"),
         ({"top_logprobs": 3}, "top_logprobs is 3, but logprobs is not true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is also given"),
@@ -183,14 +183,14 @@ def test_invalid_types_are_rejected_by_the_payload(body: dict[str, Any]) -> None
         (CHAT, "json_schema and regex are given", "response_format and regex are given", "response_format"),
         (CHAT, "regex can't be compiled: no", "regex can't be compiled: no", "regex"),
         (CHAT, "tools.f at #/a: no", "tools.f at #/a: no", "tools"),
-        (EMBEDDINGS, "texts.0 is '': it is empty", "input.0 is '': it is empty", "input"),
+        (EMBEDDINGS, "texts.0 is '': the text is empty", "input.0 is '': the text is empty", "input"),
         (EMBEDDINGS, "encoding is 3: no", "encoding_format is 3: no", "encoding_format"),
         (CHAT, "unknown parameter 'foo'; known", "unknown parameter 'foo'; known", "foo"),
         ("/v1/rerank", "top_n is 0: no", "top_n is 0: no", "top_n"),
         (CHAT, "the job is 9 bytes long", "the job is 9 bytes long", None),
     ],
 )
-def test_job_error_uses_openai_parameter_name(url: str, given_message: str, shown: str, param: str | None) -> None:
+def test_job_error_uses_the_openai_parameter_name(url: str, given_message: str, shown: str, param: str | None) -> None:
     assert with_callers_names(given_message, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
 
 

@@ -86,7 +86,7 @@ def test_choices_of_several_prompts_have_consecutive_indices() -> None:
     ]
 
 
-def test_logprobs_contain_texts_and_bytes() -> None:
+def test_logprobs_contain_the_text_and_bytes_of_each_token() -> None:
     content = chat_logprobs(PROBS)["content"]
     assert content[0] == {
         "token": "a",
@@ -113,7 +113,7 @@ def test_body_is_complete_when_job_timed_out_in_queue() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "generate"])
-def test_warnings_are_in_last_chunk_and_in_answer(kind: str) -> None:
+def test_last_chunk_and_answer_contain_the_warnings(kind: str) -> None:
     chunks = Chunks(kind, "id", "m", include_usage=True)
     received = [*chunks.of(0, STARTED), *chunks.of(0, token("Hi")), *chunks.ends(0, done(warnings=["a", "b"]), ())]
     assert [chunk.get("warnings") for chunk in received] == [*[None] * (len(received) - 1), ["a", "b"]]

@@ -71,7 +71,7 @@ def test_parameter_of_another_server_becomes_a_job_parameter(body: dict[str, Any
     assert chat(**body) == params
 
 
-def test_choice_becomes_a_regular_expression_that_matches_only_its_texts() -> None:
+def test_choice_parameter_becomes_a_regular_expression_that_matches_only_the_choices() -> None:
     texts = ["a.b (c)", "x|y", "[1-2]+", "\\d", "~&^$#", "ü"]
     for body in ({"guided_choice": texts}, {"structured_outputs": {"choice": texts}}):
         pattern = re.compile(chat(**body)["regex"])
@@ -85,12 +85,12 @@ def test_choice_becomes_a_regular_expression_that_matches_only_its_texts() -> No
         ({"seed": 2**64}, "seed is 18446744073709551616; it must be a 64-bit integer"),
         ({"structured_outputs": {"regex": "a", "json": OBJECT}}, "it must have exactly one of json, regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "it must have exactly one of json, regex"),
-        ({"guided_choice": "ab"}, "guided_choice is 'ab'; a choice must be a list of strings"),
+        ({"guided_choice": "ab"}, "guided_choice is 'ab'; a choice must be a list of non-empty strings"),
         ({"chat_template_kwargs": "{}"}, "chat_template_kwargs is '{}'; it must be an object"),
         ({"skip_special_tokens": False}, "skip_special_tokens is False: control tokens have no text; use"),
         ({"use_beam_search": True}, "use_beam_search is True: beam search is not available; leave it out"),
         ({"reasoning_format": "none"}, "reasoning_format is 'none'"),
-        ({"n_predict": 3, "max_tokens": 4}, "n_predict is 3, but max_tokens is also given; leave one out"),
+        ({"n_predict": 3, "max_tokens": 4}, "n_predict is 3, but max_tokens is also given; remove one of them"),
         ({"guided_regex": "a", "regex": "b"}, "guided_regex is 'a', but regex is also given"),
         ({"repetition_penaltty": 1}, "did you mean 'repetition_penalty'?"),
     ],
@@ -110,7 +110,7 @@ def test_job_error_uses_the_parameter_name_of_the_other_server() -> None:
 
 
 @pytest.mark.parametrize(("url", "job"), [(CHAT, ChatJob), (COMPLETIONS, GenerateJob)])
-def test_error_for_an_unknown_parameter_lists_only_parameters_that_are_accepted(url: str, job: Any) -> None:
+def test_unknown_parameter_error_lists_only_accepted_parameters(url: str, job: Any) -> None:
     content = {"messages": HELLO} if url == CHAT else {"prompt": "Hi"}
     with pytest.raises(InvalidJob, match="unknown parameter 'xyzzy'; the parameters are: ") as caught:
         params_of_body(url, {"model": "m", **content, "xyzzy": 1})
@@ -122,7 +122,7 @@ def test_error_for_an_unknown_parameter_lists_only_parameters_that_are_accepted(
         assert (rule is not None and rule.handling != "rejected") or name in job.model_fields
 
 
-def test_rules_for_other_servers_name_parameters_of_jobs() -> None:
+def test_rules_for_other_servers_refer_to_job_parameters() -> None:
     for name, rule in OTHER_SERVERS.items():
         assert name not in ChatJob.model_fields
         assert not rule.to or rule.to in ChatJob.model_fields

@@ -30,5 +30,5 @@ def test_openai_client_accepts_signature() -> None:
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_!!!", "sk_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"])
 def test_invalid_secret_is_rejected(secret: str) -> None:
-    with pytest.raises(ValueError, match="it must be whsec_"):
+    with pytest.raises(ValueError, match="the secret must be whsec_"):
         key_of(secret)

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_unload_of_an_adapter_fails_only_if_it_was_never_loaded(make_engine: MakeEngine, folder: Path) -> None:
+def test_unloading_an_adapter_fails_only_if_it_was_never_loaded(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine()
     add(engine, folder, "p")
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_preempted_requests_resume_with_their_adapters(make_engine: MakeEngine, 
     assert engine.snapshot().preemptions > 0
 
 
-def test_prefixes_are_shared_within_an_adapter_set_and_not_across_sets(make_engine: MakeEngine, folder: Path) -> None:
+def test_prefixes_are_shared_within_an_adapter_set_but_not_across_sets(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=3))
     for name in "pq":
         add(engine, folder, name)

@@ -75,7 +75,7 @@ class GivesRubbish(BadStore):
 
 
 @pytest.mark.parametrize("store", [BadStore, Raises, Loses, GivesRubbish])
-def test_failing_store_costs_only_time(
+def test_failing_store_costs_time_but_changes_no_text(
     home: Home, store: type[BadStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: store())
@@ -98,7 +98,7 @@ def test_request_waits_for_a_file_no_longer_than_recomputing_the_state_takes(
     assert done.text == expected(STORY.encode(), 5)
 
 
-def test_files_being_read_count_towards_the_ram_quota(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_being_read_count_toward_the_ram_quota(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[StateMatch] = []
 
     class Slow(BadStore):

@@ -46,7 +46,7 @@ def is_in_order(engine: Engine, backend: FakeBackend) -> bool:
 
 
 @pytest.mark.parametrize("place", ["new_sampler", "sample", "decode"])
-def test_unexpected_error_ends_only_its_request(make_engine: MakeEngine, place: str) -> None:
+def test_unexpected_error_ends_only_the_affected_request(make_engine: MakeEngine, place: str) -> None:
     engine, backend = make_engine(FaultyBackend(fault=at(place)))
     prompts = [f"good {i}" for i in range(6)]
     handles = [engine.submit(request(prompt)) for prompt in prompts]
@@ -58,7 +58,7 @@ def test_unexpected_error_ends_only_its_request(make_engine: MakeEngine, place: 
     wait_until(lambda: is_in_order(engine, backend), "all slots free")
 
 
-def test_request_fails_when_its_text_fails_after_a_cancellation(make_engine: MakeEngine) -> None:
+def test_request_fails_when_converting_its_output_fails_after_cancellation(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FaultyBackend(n_slots=1, ctx_per_slot=10**6))
     running = engine.submit(request(max_tokens=10**6))
     waiting = engine.submit(request("x"))
@@ -151,7 +151,7 @@ def test_strategy_observes_computed_steps_but_not_failed_steps(make_engine: Make
     assert [seconds > 0 for _, seconds in Learning.told] == [False, True, False, False]
 
 
-def test_failing_listeners_affect_no_request(make_engine: MakeEngine) -> None:
+def test_failing_listeners_do_not_affect_requests(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     told: list[Any] = []
     for add in (engine.add_listener, engine.add_step_listener, engine.add_request_listener):
@@ -204,7 +204,7 @@ def test_watched_engine_with_a_broken_backend_ends_the_process(
     gate.open.set()
     errors = [handle.future.exception(PATIENCE_S) for handle in handles]
     assert len(reasons) == 1
-    assert "3 requests in a row failed alone" in reasons[0]
+    assert "3 consecutive requests failed when retried individually" in reasons[0]
     assert [getattr(error, "code", None) for error in errors].count("decode_failed") == 2
 
 
@@ -219,7 +219,7 @@ def test_watched_engine_with_a_broken_backend_ends_the_process(
         st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=16
     ),
 )
-def test_random_faults_end_each_request_once_and_change_no_other_request(
+def test_requests_end_once_despite_random_faults_and_other_requests_are_unchanged(
     seed: int,
     trim_fails: bool,
     rate: float,

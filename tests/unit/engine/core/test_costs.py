@@ -146,9 +146,7 @@ def test_cost_of_a_step_does_not_grow_with_saved_states(shares: bool, params: di
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("params", [{}, {"cache_prompt": False}])
-def test_cost_of_ending_a_waiting_request_does_not_grow_with_waiting_requests(
-    shares: bool, params: dict[str, Any]
-) -> None:
+def test_cost_of_ending_a_request_does_not_grow_with_waiting_requests(shares: bool, params: dict[str, Any]) -> None:
     costs = []
     for number in (FEW, MANY):
         world = World(shares, max_tokens=100, **params)
@@ -162,7 +160,7 @@ def test_cost_of_ending_a_waiting_request_does_not_grow_with_waiting_requests(
     assert costs[1] <= SAME * costs[0]
 
 
-def test_step_handles_a_bounded_number_of_arriving_and_ending_requests() -> None:
+def test_step_handles_a_limited_number_of_new_and_ending_requests() -> None:
     world = World(max_tokens=100, timeout_s=1e6)
     world.submit(SLOTS + 2 * MAX_COMMANDS_PER_STEP)
     waiting = []

@@ -43,7 +43,7 @@ def run_on(engine: Engine, prompt: str) -> Handle:
 
 @pytest.mark.usefixtures("dear_prefill")
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-def test_restarted_engine_continues_from_a_file(home: Home, memory: dict[str, Any]) -> None:
+def test_restarted_engine_continues_from_a_state_on_disk(home: Home, memory: dict[str, Any]) -> None:
     first = say(home.open(n_slots=4, **memory), STORY)
     home.close()
     engine = home.open(n_slots=1, unified=True, **memory)
@@ -93,7 +93,7 @@ def test_texts_do_not_depend_on_the_tier_of_their_prefixes(
 
 
 @pytest.mark.usefixtures("dear_prefill")
-def test_states_of_one_scope_are_not_found_by_another_scope(home: Home) -> None:
+def test_states_in_one_scope_are_not_found_in_another_scope(home: Home) -> None:
     mine = say(home.open(), STORY, cache_scope="mine")
     home.close()
     engine = home.open()
@@ -134,7 +134,7 @@ def test_evict_removes_idle_states_without_affecting_running_requests(home: Home
     assert (again.text, again.usage.cache_tier) == (expected((STORY + done.text + "And?").encode(), 5), "disk")
 
 
-def test_running_sequence_is_on_disk_before_it_finishes(home: Home) -> None:
+def test_running_sequence_is_saved_to_disk_before_it_finishes(home: Home) -> None:
     """After a crash, another process continues from this state."""
     handle = run_on(home.open(ctx_per_slot=ENDLESS), STORY)
     other = home.open()
@@ -160,7 +160,7 @@ def test_engine_thread_never_computes_hashes(home: Home, monkeypatch: pytest.Mon
     assert engine.pulse.name not in hashed
 
 
-def test_probe_from_many_threads_affects_no_request(home: Home) -> None:
+def test_probes_from_many_threads_do_not_affect_requests(home: Home) -> None:
     engine, stop, failed = home.open(n_slots=4), threading.Event(), []
 
     def look() -> None:

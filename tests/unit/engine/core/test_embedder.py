@@ -66,7 +66,7 @@ def texts_of(caller: int, count: int, length: int = 4) -> list[list[int]]:
     return [[caller, number, *[7] * (length - 2)] for number in range(count)]
 
 
-def test_texts_of_several_callers_share_batches_in_turns(embedder: Embedder, backend: GatedBackend) -> None:
+def test_texts_from_several_callers_share_batches_in_turn(embedder: Embedder, backend: GatedBackend) -> None:
     occupy(embedder, backend)
     many = embedder.submit(texts_of(1, 20))
     few = embedder.submit(texts_of(2, 2))
@@ -105,7 +105,9 @@ def test_vectors_have_unit_length_and_the_requested_dimensions(embedder: Embedde
         embedder.submit([[1]], dimensions=3)
 
 
-def test_text_that_also_fails_alone_fails_only_its_caller(embedder: Embedder, backend: GatedBackend) -> None:
+def test_only_the_caller_gets_an_error_when_its_text_also_fails_alone(
+    embedder: Embedder, backend: GatedBackend
+) -> None:
     occupy(embedder, backend)
     backend.poison = 99
     bad = embedder.submit([[1, 2], [99], [3]])
@@ -128,7 +130,7 @@ class RaisingBackend(GatedBackend):
         return vectors
 
 
-def test_unexpected_error_in_a_text_fails_only_its_caller() -> None:
+def test_only_the_caller_gets_an_error_when_its_text_fails_unexpectedly() -> None:
     backend = RaisingBackend()
     embedder = Embedder(backend)
     occupy(embedder, backend)
@@ -141,7 +143,9 @@ def test_unexpected_error_in_a_text_fails_only_its_caller() -> None:
     assert embedder.close()
 
 
-def test_vectors_that_cannot_be_assembled_fail_only_their_caller(embedder: Embedder, backend: GatedBackend) -> None:
+def test_only_the_caller_gets_an_error_when_its_vectors_cannot_be_assembled(
+    embedder: Embedder, backend: GatedBackend
+) -> None:
     occupy(embedder, backend)
     bad, good = embedder.submit(texts_of(1, 2)), embedder.submit(texts_of(2, 2))
     bad.vectors.append(np.zeros((3, 5), np.float32))
@@ -178,7 +182,9 @@ def test_cancelled_texts_are_not_computed(embedder: Embedder, backend: GatedBack
     assert not any(text[0] == 1 for call in backend.calls for text in call)
 
 
-def test_invalid_texts_are_rejected_with_the_limit_or_truncated(embedder: Embedder, backend: GatedBackend) -> None:
+def test_invalid_texts_are_rejected_and_long_texts_are_truncated_when_requested(
+    embedder: Embedder, backend: GatedBackend
+) -> None:
     backend.gate.set()
     with pytest.raises(
         PromptTooLong, match=r"texts\.1 has 65 tokens, but the model's limit is 64; split the text or set trunc"
@@ -190,7 +196,7 @@ def test_invalid_texts_are_rejected_with_the_limit_or_truncated(embedder: Embedd
     assert backend.calls[-1] == [(2,) * 64]
 
 
-def test_truncated_text_keeps_the_tokens_at_the_end_of_every_text() -> None:
+def test_truncated_text_keeps_its_ending_tokens() -> None:
     backend = FakeEmbeddingBackend()
     embedder = Embedder(backend, ending=(8, 9))
     texts = [[1] + [2] * 80 + [8, 9], [1] + [2] * 80, [1, 8, 9]]
@@ -219,7 +225,7 @@ def test_close_fails_waiting_requests_and_rejects_new_requests(backend: GatedBac
     assert not embedder.is_busy
 
 
-def test_threads_change_between_batches(embedder: Embedder, backend: GatedBackend) -> None:
+def test_number_of_threads_can_change_between_batches(embedder: Embedder, backend: GatedBackend) -> None:
     running = occupy(embedder, backend)
     embedder.use_threads(3)
     assert (embedder.threads, backend.threads) == (3, 1)
@@ -230,7 +236,7 @@ def test_threads_change_between_batches(embedder: Embedder, backend: GatedBacken
     assert backend.threads == 3
 
 
-def test_waiting_embedder_keeps_no_texts_in_memory(embedder: Embedder, backend: GatedBackend) -> None:
+def test_idle_embedder_keeps_no_texts_in_memory(embedder: Embedder, backend: GatedBackend) -> None:
     backend.gate.set()
     handle = embedder.submit(texts_of(1, 3))
     handle.result(PATIENCE_S)

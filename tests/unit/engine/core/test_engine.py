@@ -94,7 +94,7 @@ def test_engine_stops_at_a_stop_string_and_removes_it(make_engine: MakeEngine) -
     assert "".join(e.text for e in events if isinstance(e, Text)) == whole[:7]
 
 
-def test_engine_includes_the_stop_string_in_the_text_if_requested(make_engine: MakeEngine) -> None:
+def test_engine_includes_the_stop_string_in_the_text_when_requested(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     whole = engine.submit(request(max_tokens=20)).result(PATIENCE_S).text
     events: list[Event] = []
@@ -118,7 +118,7 @@ def test_engine_stops_at_a_stop_token(make_engine: MakeEngine) -> None:
     assert engine.submit(resumed).result(PATIENCE_S).text == whole[: at + 1]
 
 
-def test_engine_does_not_end_a_text_before_its_minimum_number_of_tokens(make_engine: MakeEngine) -> None:
+def test_engine_does_not_end_a_text_before_the_minimum_number_of_tokens(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(end_every=3))
     first = engine.submit(request(max_tokens=20)).result(PATIENCE_S)
     assert first.usage.completion_tokens < 12
@@ -154,7 +154,7 @@ def test_engine_generates_the_same_text_only_for_the_same_seed(make_engine: Make
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_engine_frees_the_slot_of_a_cancelled_request_and_reports_the_end(make_engine: MakeEngine) -> None:
+def test_engine_frees_the_slot_of_a_cancelled_request_and_reports_its_cancellation(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
     running, waiting = [engine.submit(request(max_tokens=10**7, name=n)) for n in "ab"]
     gate = Gate(backend)
@@ -195,7 +195,7 @@ def test_engine_generate_raises_timeout_error_and_frees_the_slot(make_engine: Ma
 
 
 @pytest.mark.parametrize("code", [1, -1, -3])
-def test_engine_loses_no_token_when_a_batch_fails_once(make_engine: MakeEngine, code: int) -> None:
+def test_engine_loses_no_tokens_when_a_batch_fails_once(make_engine: MakeEngine, code: int) -> None:
     prompts = ["one", "two two", "three three three"]
     alone, _ = make_engine()
     expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
@@ -215,7 +215,7 @@ def test_engine_retries_after_an_aborted_decode_call(make_engine: MakeEngine) ->
     assert engine.submit(request()).result(PATIENCE_S).text == expected
 
 
-def test_engine_fails_only_the_request_that_also_fails_alone(make_engine: MakeEngine) -> None:
+def test_only_the_request_that_also_fails_alone_gets_an_error(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     backend.poison = ord("!")
     good = [engine.submit(request(f"good {i}")) for i in range(3)]
@@ -239,7 +239,7 @@ def test_engine_continues_when_a_callback_fails(make_engine: MakeEngine) -> None
     assert not engine.submit(request()).future.cancel()
 
 
-def test_engine_close_ends_running_and_waiting_requests(make_engine: MakeEngine) -> None:
+def test_closing_the_engine_ends_running_and_waiting_requests(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
     handles = [engine.submit(request(max_tokens=10**7)) for _ in range(3)]
     assert engine.close()
@@ -288,7 +288,7 @@ def test_engine_stream_yields_chunks_and_cancels_the_request_when_the_loop_exits
     assert (ended[0].finish_reason, ended[0].mode) == ("cancelled", "stream")
 
 
-def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine) -> None:
+def test_engine_measures_request_times_from_submission(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     stats: list[RequestStats] = []
     engine.add_request_listener(stats.append)
@@ -309,7 +309,7 @@ def test_resumed_tokens_outside_the_vocabulary_are_rejected(make_engine: MakeEng
     assert engine.submit(request()).result(PATIENCE_S).text
 
 
-def test_threads_change_between_steps(make_engine: MakeEngine) -> None:
+def test_number_of_threads_can_change_between_steps(make_engine: MakeEngine) -> None:
     engine, backend = make_engine()
     gate = Gate(backend)
     handle = engine.submit(request())

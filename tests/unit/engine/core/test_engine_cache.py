@@ -51,7 +51,7 @@ def test_prefix_is_reused_from_a_slot_that_is_still_running(make_engine: MakeEng
 
 @pytest.mark.parametrize("memory", [{}, {"window": 20}, {"partial_reuse": False}], ids=str)
 @pytest.mark.parametrize("n_slots", [1, 8])
-def test_requests_that_wait_for_one_prefix_compute_it_once(
+def test_requests_that_wait_for_the_same_prefix_compute_it_once(
     make_engine: MakeEngine, n_slots: int, memory: dict[str, Any]
 ) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=n_slots, **memory), chunk_size=16)
@@ -85,7 +85,7 @@ def test_prefix_is_kept_while_a_request_waits_for_it(make_engine: MakeEngine, un
     assert computed(backend) <= 1.05 * optimum
 
 
-def test_cache_prompt_false_neither_reuses_nor_keeps_a_prefix(make_engine: MakeEngine) -> None:
+def test_request_with_cache_prompt_false_neither_reuses_nor_keeps_a_prefix(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
 
     def cached(prompt: str, **params: Any) -> int:
@@ -107,7 +107,7 @@ def test_cache_scope_separates_tenants(make_engine: MakeEngine) -> None:
     assert cached == [0, 0, len(HEAD), 0]
 
 
-def test_state_that_lost_its_slot_is_restored_from_ram(make_engine: MakeEngine) -> None:
+def test_state_evicted_from_its_slot_is_restored_from_ram(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     talks = [f"Talk number {i}. " + HEAD for i in range(3)]
     for talk in talks:
@@ -118,7 +118,7 @@ def test_state_that_lost_its_slot_is_restored_from_ram(make_engine: MakeEngine) 
     assert engine.snapshot().ram_states >= 2
 
 
-def test_ram_keeps_only_the_last_turn_of_a_conversation(make_engine: MakeEngine) -> None:
+def test_ram_tier_keeps_only_the_last_turn_of_a_conversation(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1, ctx_per_slot=2000))
     talk = HEAD
     for turn in range(4):
@@ -128,7 +128,7 @@ def test_ram_keeps_only_the_last_turn_of_a_conversation(make_engine: MakeEngine)
     assert engine.snapshot().ram_saves == 4 + 4
 
 
-def test_ram_respects_its_quota_and_evicts_the_least_recently_used(make_engine: MakeEngine) -> None:
+def test_ram_tier_respects_its_quota_and_evicts_the_least_recently_used_state(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have one byte per token
     for name in "abcd":
         engine.submit(request(name * 100, max_tokens=3)).result(PATIENCE_S)
@@ -184,7 +184,7 @@ def test_bulk_request_does_not_take_the_slot_of_another_bulk_request(make_engine
 
 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6])
-def test_no_token_is_lost_when_cells_run_out(make_engine: MakeEngine, ram_bytes: int) -> None:
+def test_no_token_is_lost_when_kv_cells_run_out(make_engine: MakeEngine, ram_bytes: int) -> None:
     backend = FakeBackend(n_slots=6, unified=True, ctx_per_slot=256, n_cells=300)
     engine, _ = make_engine(backend, cache_ram_bytes=ram_bytes)
     gate = Gate(backend)
@@ -199,7 +199,7 @@ def test_no_token_is_lost_when_cells_run_out(make_engine: MakeEngine, ram_bytes:
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_many_failures_lose_no_token(
+def test_no_token_is_lost_after_many_failures(
     make_engine: MakeEngine, unified: bool, partial_reuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "ATTEMPTS_ALONE", 100)  # no request fails by chance
@@ -214,7 +214,7 @@ def test_many_failures_lose_no_token(
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_memory_that_cannot_be_truncated_is_only_reused_completely_without_checkpoints(
+def test_memory_that_cannot_be_truncated_is_reused_as_a_whole_without_checkpoints(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False), cache_ram_bytes=0)
@@ -254,7 +254,7 @@ def test_completions_of_one_prompt_share_its_prefill(make_engine: MakeEngine, pa
         assert "".join(e.text for e in events if isinstance(e, Text) and e.index == index) == text
 
 
-def test_completions_of_one_prompt_end_together(make_engine: MakeEngine) -> None:
+def test_completions_of_one_prompt_are_cancelled_or_fail_together(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=2, ctx_per_slot=10**6))
     cancelled = engine.submit(request(n=4, max_tokens=10**6))
     cancelled.cancel()
@@ -264,7 +264,7 @@ def test_completions_of_one_prompt_end_together(make_engine: MakeEngine) -> None
     with pytest.raises(Exception, match="for this request alone"):
         engine.submit(request("!", n=3)).result(PATIENCE_S)
     assert engine.snapshot().kv_used_tokens == engine.snapshot().requests_waiting == 0
-    with pytest.raises(InvalidRequest, match="n: 3 is not supported here; use submit"):
+    with pytest.raises(InvalidRequest, match="n: 3 is not supported by this method; use submit"):
         engine.generate("x", n=3)
 
 

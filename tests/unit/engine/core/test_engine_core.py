@@ -24,7 +24,7 @@ def submitted(core: EngineCore, prompt: str, max_tokens: int = 3) -> Handle:
     return handle
 
 
-def test_core_generates_a_token_of_every_sequence_in_each_step() -> None:
+def test_core_generates_a_token_for_every_sequence_in_each_step() -> None:
     core, backend = new_core()
     handles = [submitted(core, "one"), submitted(core, "two", max_tokens=2)]
     assert not core.has_work
@@ -60,7 +60,7 @@ def test_closing_core_ends_running_requests_and_requests_in_the_inbox() -> None:
     assert not core.inbox.put(Command("cancelled", late))
 
 
-def test_inbox_wakes_its_owner_for_a_command_and_when_it_closes() -> None:
+def test_inbox_wakes_its_owner_when_it_receives_a_command_or_closes() -> None:
     inbox: Inbox[str] = Inbox()
     taken: list[list[str]] = []
     first = threading.Event()

@@ -29,7 +29,7 @@ def test_cancelling_the_request_that_fills_the_batch_aborts_the_decode_call(make
 
 
 @pytest.mark.parametrize("priority", [9, 3])
-def test_interactive_request_aborts_a_decode_call_of_bulk_requests(make_engine: MakeEngine, priority: int) -> None:
+def test_interactive_request_aborts_a_decode_call_for_bulk_requests(make_engine: MakeEngine, priority: int) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=2))
     gate = Gate(backend)
     bulk = engine.submit(request("x" * 40, max_tokens=4, priority=9))
@@ -74,7 +74,7 @@ class Long(DecodeMaximal):
 
 
 @pytest.mark.parametrize("num_tokens", [40, 41])
-def test_short_decode_calls_are_aborted_only_for_a_small_share_of_the_time(
+def test_short_decode_calls_are_aborted_only_within_the_interruption_budget(
     make_engine: MakeEngine, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Interruptions, "are_affordable", False)

@@ -25,7 +25,7 @@ def test_finish_key_identifies_prompt_and_output(make_engine: MakeEngine) -> Non
     assert engine.complete(HEAD, max_tokens=5, cache_prompt=False).finish_key is None
 
 
-def test_alternatives_have_their_own_keys(make_engine: MakeEngine) -> None:
+def test_alternative_completions_have_their_own_finish_keys(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     done = engine.submit(Request("r", tuple(HEAD.encode()), max_tokens=8, n=3)).result(PATIENCE_S)
     keys = {one.finish_key: one for one in (done, *done.alternatives)}
@@ -36,7 +36,7 @@ def test_alternatives_have_their_own_keys(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, {"unified": True}, {"window": 20}, {"partial_reuse": False}], ids=str)
-def test_conversation_with_parent_keys_has_the_same_text_as_a_whole_prompt(
+def test_conversation_with_parent_keys_produces_the_same_text_as_a_whole_prompt(
     make_engine: MakeEngine, memory: dict[str, Any]
 ) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=2, ctx_per_slot=4000, end_every=9, **memory))
@@ -56,7 +56,7 @@ def whole(make_engine: MakeEngine, prompt: str, memory: dict[str, Any], **params
     return make_engine(backend, cache_prompt=False)[0].complete(prompt, temperature=0, **params)
 
 
-def test_parent_key_of_another_scope_or_adapter_is_unknown(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_parent_key_from_another_scope_or_adapter_is_unknown(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine, _ = make_engine()
     (tmp_path / "a.gguf").write_text("adapter a")
     engine.adapters.load("a", "a", tmp_path / "a.gguf", scale=0)
@@ -78,7 +78,7 @@ def test_unknown_parent_key_is_an_error(make_engine: MakeEngine, key: Any) -> No
         engine.complete("go on", cache_scope=7)
 
 
-def test_number_of_recent_contexts_is_bounded(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_recent_contexts_is_limited(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram_tier, "MAX_CONTEXTS", 3)
     monkeypatch.setattr(ram_tier, "MAX_CONTEXT_TOKENS", 250)
     engine, _ = make_engine()
@@ -139,7 +139,7 @@ def test_prefill_that_loses_its_slot_resumes_later(make_engine: MakeEngine) -> N
     assert engine.complete(HEAD * 8 + "Why?", max_tokens=2).usage.cached_tokens == len(HEAD * 8)
 
 
-def test_usage_names_the_tier_of_a_reused_prefix(make_engine: MakeEngine) -> None:
+def test_usage_contains_the_cache_tier_of_a_reused_prefix(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1))
     assert engine.last_cache_hit is None
     first = engine.submit(request(HEAD, sampling=GREEDY, max_tokens=3)).result(PATIENCE_S)

@@ -35,7 +35,7 @@ def decode_s(completion: Completion) -> float:
     return (completion.usage.completion_tokens - 1) / rate if rate else 0.0
 
 
-def test_values_are_counted_in_the_bucket_whose_bound_they_do_not_exceed() -> None:
+def test_value_is_counted_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     counts = StepCounts((0.01, 0.1), (1.0, 8.0))
     for gap_s in (0.01, 0.011, 0.2):
         counts.gap(gap_s)

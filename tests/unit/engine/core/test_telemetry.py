@@ -83,7 +83,7 @@ def test_request_events_name_the_model_and_the_mode() -> None:
     assert (completion.mode, completion.timings.prefix_cache_ratio) == ("generate", 0.0)
 
 
-def test_cache_ratio_of_a_resumed_request_refers_to_its_prompt(make_engine: MakeEngine) -> None:
+def test_cache_ratio_of_a_resumed_request_is_relative_to_its_prompt(make_engine: MakeEngine) -> None:
     """The reused tokens include output, which is not a part of the prompt."""
     engine, _ = make_engine(FakeBackend(n_slots=1))
     whole = engine.submit(request(HEAD, max_tokens=30)).result(PATIENCE_S)
@@ -162,7 +162,7 @@ def test_rates_are_measured_over_the_last_second_of_work(monkeypatch: pytest.Mon
     assert rates.per_s == (500.0, 10.0)
 
 
-def test_first_step_after_a_pause_counts_only_if_its_duration_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_after_a_pause_is_counted_only_if_its_duration_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
     rates = Rates(0)
@@ -173,7 +173,7 @@ def test_first_step_after_a_pause_counts_only_if_its_duration_is_known(monkeypat
     assert rates.per_s == (100.0,)
 
 
-def test_prompt_rate_counts_computed_tokens(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_rate_includes_only_computed_tokens(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "RATE_WINDOW_S", 0.0)
     engine, backend = make_engine()
     rates: list[float] = []

@@ -68,7 +68,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> tuple[str, str]:
 
 
 @given(expressions(), st.lists(st.text("abéc", max_size=6), min_size=1, max_size=10))
-def test_grammar_accepts_the_texts_that_a_regular_expression_matches(both: tuple[str, str], texts: list[str]) -> None:
+def test_grammar_accepts_the_same_strings_as_a_regular_expression(both: tuple[str, str], texts: list[str]) -> None:
     gbnf, pattern = both
     automaton = automaton_of(f"root ::= {gbnf}")
     for text in texts:
@@ -98,7 +98,7 @@ def test_grammar_supports_deep_recursion() -> None:
     assert len(right.states) < 10
 
 
-def test_grammar_starts_at_its_root_and_uses_the_last_rule_of_a_name() -> None:
+def test_grammar_starts_at_its_root_and_uses_the_last_rule_with_the_same_name() -> None:
     text = 'root ::= "a"\nother ::= root "b"\nroot ::=\n  "c" | # either\n  "d"\n'
     assert accepts(automaton_of(text, "other"), "db")
     assert not accepts(automaton_of(text, "other"), "ab")
@@ -184,7 +184,7 @@ def test_known_states_require_no_work() -> None:
     assert second.remaining == limits.GRAMMAR_WORK
 
 
-def test_choice_between_thousands_of_texts_takes_little_work() -> None:
+def test_choosing_between_thousands_of_strings_takes_little_work() -> None:
     words = [f"{number * 7919 % 10_000:04}" for number in range(5000)]
     automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), WorkBudget()
     for word in words[::50]:

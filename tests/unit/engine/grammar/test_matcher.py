@@ -90,20 +90,20 @@ def test_end_tokens_are_allowed_only_when_the_text_may_end() -> None:
     constraint.accept(END)
 
 
-def test_tokens_without_a_text_are_never_allowed() -> None:
+def test_tokens_without_text_are_never_allowed() -> None:
     constraint = compiled("regex", r"(?s:.)*").start()
     assert not allowed(constraint) & {TOOL, 0xFF, PIECES.index(b"\0")}
     assert ord("x") in allowed(constraint)
 
 
-def test_half_a_character_is_allowed_but_invalid_utf8_is_not() -> None:
+def test_partial_character_is_allowed_but_invalid_utf8_is_not() -> None:
     half = PIECES.index(b"\xe2\x82")
     constraint = compiled("regex", "[€₪x]").start()  # E2 82 AC, E2 82 AA
     assert allowed(constraint) == {ord("x"), 0xE2, half}
     assert allowed(after([half], constraint)) == {0xAC, 0xAA}
 
 
-def test_lark_names_control_tokens_by_number_and_by_name() -> None:
+def test_lark_grammar_can_refer_to_control_tokens_by_number_or_name() -> None:
     for name in (f"<[{TOOL}]>", "<tool>"):
         constraint = after(b"a", compiled("lark", f'start: "a" {name} "b"').start())
         assert allowed(constraint) == {TOOL}
@@ -143,7 +143,7 @@ def test_matcher_keeps_failing_after_a_text_that_violates_the_grammar() -> None:
         constraint.allows(ALL[:1])
 
 
-def test_sequences_of_a_request_do_not_disturb_each_other() -> None:
+def test_sequences_of_a_request_do_not_affect_each_other() -> None:
     both = compiled("regex", "ab|cd")
     first, second = both.start(), both.start()
     first.accept(ord("a"))
@@ -176,14 +176,14 @@ HEAVY = {"type": "string", "pattern": "^(a|b)*a(a|b){8}$", "maxLength": 4000}
 LONG = [ord('"'), *Random(1).choices(b"ab", k=3900)]
 
 
-def test_matcher_accepts_a_long_text_of_a_resumed_job_and_continues() -> None:
+def test_matcher_accepts_the_long_text_of_a_resumed_job_and_continues() -> None:
     constraint = compiled("json_schema", HEAVY).start()
     for token in LONG:
         constraint.accept(token)
     assert {ord("a"), ord("b")} <= allowed(constraint)
 
 
-def test_other_texts_of_a_grammar_continue_when_the_shared_lexer_has_failed() -> None:
+def test_other_texts_with_the_same_grammar_continue_when_the_shared_lexer_has_failed() -> None:
     shared = SharedGrammar(GRAMMARS._matcher_tokens, LLMatcher.grammar_from_json_schema(HEAVY), "json_schema")
     started, waiting = after(LONG[:50], Matcher(shared)), Matcher(shared)
     greedy, lexer = shared.copy()

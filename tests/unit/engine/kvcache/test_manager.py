@@ -62,7 +62,7 @@ def test_quota_is_respected_while_a_state_is_copied() -> None:
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("is_cheap", [False, True])
-def test_prefix_is_copied_only_if_the_copy_costs_less_than_it_saves(unified: bool, is_cheap: bool) -> None:
+def test_prefix_is_copied_only_if_copying_costs_less_than_it_saves(unified: bool, is_cheap: bool) -> None:
     cache, _ = new_cache(ram_bytes=0, unified=unified)
     shared = MOVE_COST_TOKENS + 3000 // MOVED_PER_TOKEN + (1 if is_cheap else 0)
     fill(cache, 0, list(range(3000)))
@@ -150,7 +150,7 @@ def checkpointed(cache: KvCache, slot: int, tokens: list[int], *lengths: int) ->
     cache.retire(slot, tokens, "", save=True)
 
 
-def test_checkpoints_follow_copied_saved_and_restored_states_and_count_once() -> None:
+def test_checkpoints_are_kept_with_copied_saved_and_restored_states_and_count_once() -> None:
     cache, backend = new_cache(partial_reuse=False)
     tokens = list(range(400))
     checkpointed(cache, 0, tokens, 100, 200, 300)

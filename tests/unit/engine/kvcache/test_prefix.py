@@ -89,7 +89,7 @@ def test_prefix_that_ends_inside_an_edge_is_found() -> None:
 
 
 @given(TOKENS | LONG, TOKENS | LONG, st.integers(0, 5))
-def test_common_length_equals_a_plain_loop(left: list[int], right: list[int], start: int) -> None:
+def test_common_length_returns_the_same_result_as_a_plain_loop(left: list[int], right: list[int], start: int) -> None:
     behind = right[start:]
     expected = 0
     while expected < min(len(left), len(behind)) and left[expected] == behind[expected]:

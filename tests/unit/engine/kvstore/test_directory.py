@@ -98,7 +98,7 @@ def test_prepare_removes_files_of_dead_writers_and_keeps_other_files(tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["link", "open", "file"])
-def test_prepare_rejects_a_directory_that_others_can_write_to(tmp_path: Path, how: str) -> None:
+def test_prepare_rejects_a_directory_that_other_users_can_write_to(tmp_path: Path, how: str) -> None:
     folder = StateDirectory(tmp_path, 1000)
     directory = folder.directory_of(b"a")
     if how == "link":

@@ -59,7 +59,7 @@ def in_debt(debt_s: float = 1.0) -> Setup:
     return setup
 
 
-def test_queue_orders_states_by_time_saved_and_rejects_states_that_save_nothing() -> None:
+def test_queue_orders_states_by_time_saved_and_rejects_states_that_save_no_time() -> None:
     setup = Setup()
     assert [setup.offer(saved) for saved in (2.0, 0.0, 3.0, -1.0, 1.0, float("nan"))] == [True, False] * 3
     assert [setup.take() for _ in range(4)] == [3.0, 2.0, 1.0, None]
@@ -98,7 +98,7 @@ def test_state_is_written_during_computation_when_there_is_credit() -> None:
     assert setup.take() == 1.0
 
 
-def test_time_saved_by_a_load_adds_credit() -> None:
+def test_loading_a_state_adds_the_time_saved_to_the_credit() -> None:
     setup = in_debt(1.0)
     setup.offer(1.0)
     setup.queue.note_saved(0.9 / RETURNED_SHARE)

@@ -35,7 +35,7 @@ def written(folder: Path, state: StoredState) -> Path:
     first_cut=st.integers(0, 200),
     scope=st.text(max_size=20),
 )
-def test_state_is_read_as_it_was_written(
+def test_state_is_unchanged_after_writing_and_reading(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[int], size: int, cuts: set[int], first_cut: int, scope: str
 ) -> None:
     checkpoints = {length: bytes([length]) * length for length in cuts if length <= len(tokens)}
@@ -51,7 +51,7 @@ def test_state_is_read_as_it_was_written(
     assert read_state(path, path.stat().st_size - 1) is Miss.UNREADABLE
 
 
-def test_partly_written_file_counts_as_damaged_after_each_chunk(tmp_path: Path) -> None:
+def test_partially_written_file_counts_as_damaged_after_each_chunk(tmp_path: Path) -> None:
     state = state_of(range(100), 2 * CHUNK_BYTES)
     path = tmp_path / f"{state.key}.kv"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -107,7 +107,7 @@ def test_misses_report_the_correct_reason(tmp_path: Path) -> None:
     assert read_head(path) is Miss.VERSION
 
 
-def test_states_are_read_into_memory_that_the_caller_may_change(tmp_path: Path) -> None:
+def test_states_are_read_into_memory_that_the_caller_may_modify(tmp_path: Path) -> None:
     path = written(tmp_path, state_of(range(100), cuts=(50,)))
     found = read_state(path, MOST)
     assert isinstance(found, StoredState)

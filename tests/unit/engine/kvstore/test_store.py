@@ -171,7 +171,7 @@ def test_damaged_file_is_removed_and_can_be_written_again(start: Start) -> None:
     assert load(store, store.longest(SEED, TOKENS)) is not None
 
 
-def test_file_that_others_can_write_is_ignored_and_not_read_again(start: Start) -> None:
+def test_file_that_other_users_can_write_is_ignored_and_not_read_again(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
@@ -209,7 +209,7 @@ def test_writing_is_suspended_with_one_log_line_when_the_directory_refuses_write
     assert not list(store.directory.root.glob("*/.*.tmp"))
 
 
-def test_writing_resumes_after_the_suspension_when_the_directory_vanished(
+def test_writing_resumes_after_a_suspension_caused_by_a_deleted_directory(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = start()
@@ -247,7 +247,7 @@ def test_state_larger_than_the_quota_is_dropped(start: Start) -> None:
     assert store.counters.drops == 1
 
 
-def test_close_answers_queued_loads_with_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_makes_queued_loads_return_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     store = start()
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
@@ -288,7 +288,7 @@ def test_close_abandons_an_unfinished_write(start: Start, monkeypatch: pytest.Mo
     assert not list(store.directory.root.glob("*/*.kv")) + list(store.directory.root.glob("*/.*.tmp"))
 
 
-def test_read_file_is_marked_as_used(start: Start) -> None:
+def test_file_is_marked_as_used_when_it_is_read(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS))
     (path,) = store.directory.find(key_of(SEED, TOKENS))

@@ -31,7 +31,7 @@ def test_buffers_have_the_size_of_the_largest_state_within_the_limits(
     assert warm(max_bytes, piece_bytes).num_bytes == num_bytes
 
 
-def test_larger_state_replaces_the_buffers() -> None:
+def test_buffers_are_dropped_when_a_larger_state_is_expected() -> None:
     memory = warm(7 * MB, 3 * MB)
     memory.expect(5 * MB)
     assert memory.num_bytes == 0
@@ -48,7 +48,7 @@ def test_take_returns_memory_of_the_requested_size_from_a_suitable_buffer(size: 
     taken[size - 1] = taken[0] = 7
 
 
-def test_add_buffer_continues_with_an_unfinished_buffer() -> None:
+def test_add_buffer_continues_to_fill_an_unfinished_buffer() -> None:
     memory = WarmMemory(8 * MB)
     memory.expect(4 * MB)
     memory.add_buffer(iter([False, True]).__next__)

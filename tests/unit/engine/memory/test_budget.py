@@ -58,7 +58,7 @@ def test_vram_is_the_sum_of_all_gpus_or_none_without_gpus() -> None:
     assert vram_of([cpu]) is None
 
 
-def test_quota_for_saved_states_counts_once_regardless_of_how_much_is_used() -> None:
+def test_quota_for_saved_states_is_counted_once_regardless_of_how_much_is_used() -> None:
     machine, used = Machine(90), {"a": 0}
     budget = Budget("auto", machine.devices, used.__getitem__)
     model = with_quota(on_cpu(10), 30)
@@ -94,7 +94,7 @@ def test_budget_in_bytes_limits_all_devices_and_models_together() -> None:
     assert budget.available() == AvailableMemory({ALL_DEVICES: 50})
 
 
-def test_load_in_progress_counts_once_while_the_device_fills_up() -> None:
+def test_load_in_progress_is_counted_once_while_device_memory_fills_up() -> None:
     machine = Machine()
     budget = machine.budget()
     budget.reserve("a", on_cpu(40))
@@ -124,7 +124,7 @@ def test_memory_is_available_again_after_a_failed_load_or_an_unload() -> None:
     assert budget.available().free["CPU"] == 75
 
 
-def test_mapped_weights_count_although_the_system_reports_their_pages_as_free() -> None:
+def test_mapped_weights_are_counted_even_if_the_system_reports_their_pages_as_free() -> None:
     machine = Machine()
     budget = machine.budget()
     budget.reserve("a", on_cpu(weights=40, kv=10, mapped=40))
@@ -133,7 +133,7 @@ def test_mapped_weights_count_although_the_system_reports_their_pages_as_free() 
     assert budget.available().free["CPU"] == 45
 
 
-def test_shortage_names_the_device_with_the_largest_shortage() -> None:
+def test_shortage_error_names_the_device_with_the_largest_shortage() -> None:
     room = AvailableMemory({"CPU": 10, "CUDA0": 10})
     footprint = Footprint({"CPU": MemoryUse(12), "CUDA0": MemoryUse(5, 30), "unknown": MemoryUse(99)})
     assert room.shortage(footprint) == Shortage("CUDA0", 35, 10)
@@ -165,7 +165,7 @@ def test_evicted_models_free_enough_memory_and_the_last_eviction_is_necessary(
 
 @pytest.mark.parametrize("per_token", [1, 7, 1000])
 @pytest.mark.parametrize("bend", [0, 3000], ids=["line", "window"])  # the cells of a sliding window stop growing
-def test_unset_context_size_is_the_largest_that_fits(per_token: int, bend: int) -> None:
+def test_unset_context_size_becomes_the_largest_size_that_fits(per_token: int, bend: int) -> None:
     room = AvailableMemory({"CPU": 20_000_000})
 
     def measure(ctx: int) -> Footprint:
@@ -178,7 +178,7 @@ def test_unset_context_size_is_the_largest_that_fits(per_token: int, bend: int) 
     assert ctx == 131_072 or larger.on("CPU").kv_bytes > KV_SHARE * room.free["CPU"]
 
 
-def test_context_is_the_minimum_when_nothing_fits() -> None:
+def test_context_has_the_minimum_size_when_nothing_fits() -> None:
     ctx, footprint = choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 4096)
     assert (ctx, footprint) == (512, on_cpu(kv=512))
     assert choose_ctx(lambda ctx: on_cpu(kv=ctx), AvailableMemory({"CPU": 100}), 64)[0] == 64
@@ -197,7 +197,7 @@ def test_container_limit_is_the_lowest_limit_of_its_control_groups(tmp_path: Pat
     assert group_limit(tmp_path, own) == (1000, 100)
 
 
-def test_limit_of_control_groups_v1_applies(tmp_path: Path) -> None:
+def test_memory_limit_of_control_groups_v1_applies(tmp_path: Path) -> None:
     folder = tmp_path / "memory"
     folder.mkdir()
     own = tmp_path / "own"

@@ -78,12 +78,12 @@ def test_filter_keeps_exactly_the_expected_tokens(params: dict[str, Any], kept: 
     assert np.flatnonzero(draws(LOGITS, 600, **params)).tolist() == kept
 
 
-def test_xtc_applies_with_its_probability() -> None:
+def test_xtc_is_applied_with_the_configured_probability() -> None:
     share = draws(LOGITS, xtc_probability=0.5, xtc_threshold=0.12)[:2].sum()
     assert share == pytest.approx(0.35, abs=0.04)  # half of the time only the two top choices remain, which have 0.7
 
 
-def test_penalties_equal_the_penalties_of_llama_cpp() -> None:
+def test_penalties_match_the_penalties_in_llama_cpp() -> None:
     params = SamplingParams(repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, repeat_last_n=4)
     penalties = Penalties(params, [9, 1, 1, 2, 0])  # 9 is outside the window
     logits = np.array([2.0, 4.0, -1.0, 3.0] + [0.0] * 6, dtype=np.float32)
@@ -100,7 +100,7 @@ def test_temperature_depends_on_the_entropy_of_the_candidates() -> None:
     assert np.abs(found - expected).max() < 0.03
 
 
-def test_text_can_end_only_after_its_minimum_number_of_tokens() -> None:
+def test_text_can_end_only_after_the_minimum_number_of_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1,))
     start = SequenceStart(params, [], 0, n_vocab=len(LOGITS), end_tokens=frozenset({0}))
     whole = TokenSampler(params, 0, make_processors(start))
@@ -137,7 +137,7 @@ def test_sampler_resumes_exactly_after_any_number_of_draws(seed: int, count: int
     assert head + [second.sample(step.copy())[0] for step in steps[count:]] == tokens
 
 
-def test_small_changes_of_logits_do_not_change_the_draw() -> None:
+def test_small_changes_to_logits_do_not_change_the_draw() -> None:
     rng = np.random.default_rng(1)
     params = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)
     logits = rng.normal(size=2000).astype(np.float32)
@@ -203,7 +203,7 @@ def test_constraint_with_a_mask_selects_the_same_tokens(params: dict[str, Any], 
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 3}, {"mirostat": 2}, {}])
-def test_constraint_holds_for_any_probabilities(params: dict[str, Any]) -> None:
+def test_constraint_is_enforced_for_any_probabilities(params: dict[str, Any]) -> None:
     logits = np.random.default_rng(4).normal(size=3000).astype(np.float32) * 4
     unlikely = np.argsort(logits)[:3].tolist()
     constraint = Only(*unlikely)
@@ -220,7 +220,7 @@ def test_constraint_does_not_change_allowed_draws() -> None:
     assert [free.sample(LOGITS.copy()) for _ in range(20)] == [bound.sample(LOGITS.copy()) for _ in range(20)]
 
 
-def test_constraint_that_allows_nothing_raises_an_error() -> None:
+def test_sampler_raises_an_error_when_the_constraint_allows_no_token() -> None:
     with pytest.raises(NothingAllowed):
         TokenSampler(SamplingParams(), 1, constraint=Only()).sample(LOGITS.copy())
 
@@ -243,9 +243,7 @@ def test_top_ids_are_the_first_ids_of_a_stable_sort(values: Sequence[int], count
 
 
 @given(st.lists(st.integers(-900, 5), min_size=1, max_size=400), st.sampled_from([1, 130]), st.floats(0.01, 0.999))
-def test_top_p_without_sorting_keeps_the_same_tokens_as_with_sorting(
-    values: list[int], times: int, limit: float
-) -> None:
+def test_top_p_keeps_the_same_tokens_with_and_without_sorting(values: list[int], times: int, limit: float) -> None:
     logits, params = np.array(values * times, np.float32) / 7, SamplingParams(**{**OFF, "top_p": limit})
     expected = top_p(*sorted_candidates(logits, 0), params)
     found = top_p_candidates(logits, params)
@@ -291,7 +289,7 @@ def test_temperature_close_to_zero_is_greedy(temperature: float) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("mu", [-1e6, 0.0, 1023.0, 1e6, 1e300])
-def test_mirostat_continues_with_any_state(version: int, mu: float) -> None:
+def test_mirostat_continues_from_any_state(version: int, mu: float) -> None:
     params = SamplingParams(mirostat=version, mirostat_tau=100, mirostat_eta=10)
     sampler = TokenSampler(params, 0, mirostat_mu=mu)
     rows = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32) * 5

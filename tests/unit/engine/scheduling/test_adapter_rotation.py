@@ -18,7 +18,7 @@ Arrival = tuple[int, str, bool, int]  # step, group, interactive, steps until it
     arrivals=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(GROUPS), st.booleans(), st.integers(1, 80))),
     steps=st.lists(st.floats(0.001, MAX_STEP_S), min_size=120, max_size=120),
 )
-def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arrival], steps: list[float]) -> None:
+def test_rotation_serves_every_group_within_a_limited_time(arrivals: list[Arrival], steps: list[float]) -> None:
     rotation, now = AdapterRotation(), 0.0
     running: list[tuple[str, bool, int]] = []
     served: dict[str, float] = {}
@@ -48,7 +48,7 @@ def turns(rotation: AdapterRotation, seconds: float, step_s: float = 0.01) -> li
     return [str(rotation.take_turn(step * step_s)) for step in range(round(seconds / step_s))]
 
 
-def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
+def test_turn_lasts_for_one_time_slice_and_groups_share_the_time() -> None:
     rotation = AdapterRotation()
     for key in "abc":
         rotation.add(key, interactive=True, now=0.0)
@@ -66,7 +66,7 @@ def test_turns_are_longer_while_only_bulk_requests_have_slots() -> None:
     assert sum(a != b for a, b in itertools.pairwise(served)) <= 30.0 / BULK_SLICE_S
 
 
-def test_new_group_is_next_and_interactive_groups_get_more_turns_than_bulk_groups() -> None:
+def test_new_group_goes_next_and_interactive_groups_get_more_turns_than_bulk_groups() -> None:
     rotation = AdapterRotation()
     rotation.add("bulk", interactive=False, now=0.0)
     rotation.add("chat", interactive=True, now=5.0)

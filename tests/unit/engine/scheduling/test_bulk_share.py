@@ -56,7 +56,7 @@ def test_interactive_requests_use_guaranteed_slots_that_bulk_requests_leave_idle
     assert num_running(interactive) == 4
 
 
-def test_urgent_request_preempts_an_interactive_request_but_no_guaranteed_bulk_request() -> None:
+def test_urgent_request_preempts_interactive_requests_but_not_guaranteed_bulk_requests() -> None:
     scheduler = scheduler_with(1, n_slots=2)
     bulk = enqueue(scheduler, 1, BULK)
     slow = enqueue(scheduler, 1, 5)
@@ -67,7 +67,7 @@ def test_urgent_request_preempts_an_interactive_request_but_no_guaranteed_bulk_r
 @pytest.mark.parametrize(
     ("share", "slots", "expected"), [(0, 8, 0), (0.25, 8, 2), (0.01, 8, 1), (0.9, 2, 1), (0.5, 1, 0)]
 )
-def test_share_is_at_least_one_slot_but_never_all_slots(share: float, slots: int, expected: int) -> None:
+def test_bulk_share_is_at_least_one_slot_but_never_all_slots(share: float, slots: int, expected: int) -> None:
     assert EngineOptions(n_parallel=slots, bulk_share=share).bulk_slots == expected
 
 

@@ -37,7 +37,7 @@ def test_bulk_rows_fill_each_step_up_to_the_time_limit_for_fluent_streams(row_s:
     assert 0.7 * most <= sum(counts) / len(counts) <= 1.1 * most_far
 
 
-def test_all_bulk_rows_decode_when_they_cost_little() -> None:
+def test_all_bulk_rows_are_decoded_when_rows_cost_little() -> None:
     assert settled(0.0001, 0.02)[-1] == 64
 
 
@@ -46,7 +46,7 @@ def test_steps_of_a_slow_model_become_slightly_longer() -> None:
     assert 0.2 * 1.1 <= 0.2 + 0.01 * sum(counts) / len(counts) <= 0.2 * STRETCH * FAR_STRETCH
 
 
-def test_each_bulk_row_gets_turns_and_rows_next_to_streams_get_most_turns() -> None:
+def test_each_bulk_row_gets_turns_and_rows_next_to_streams_get_the_most() -> None:
     rows, seen = BulkRows(), Counter[int]()
     for _ in range(FAR_EVERY * 64):
         taken = rows.take(range(3, 64), [0, 1, 2])
@@ -62,7 +62,7 @@ def test_bulk_rows_between_streams_are_decoded_first() -> None:
     assert sorted(BulkRows().take([3, 11, 20, 21, *range(40, 60)], [2, 4, 10, 12]))[:3] == [3, 11, 20]
 
 
-def test_bulk_prefill_takes_its_share_of_the_time() -> None:
+def test_bulk_prefill_gets_its_share_of_the_time() -> None:
     prefill, prefill_s, all_s = BulkPrefill(), 0.0, 0.0
     for _ in range(1000):
         is_due = prefill.is_due
@@ -86,7 +86,7 @@ def test_bulk_prefill_is_due_again_soon_after_a_very_long_step() -> None:
     assert prefill.is_due
 
 
-def test_time_budget_is_a_share_of_the_elapsed_time_and_can_be_saved() -> None:
+def test_time_budget_is_a_share_of_the_elapsed_time_and_accumulates() -> None:
     budget, spent_s, all_s = TimeBudget(0.02), 0.0, 0.0
     while all_s < 100.0:
         budget.observe(0.1)

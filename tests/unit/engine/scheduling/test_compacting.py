@@ -26,7 +26,7 @@ def test_runs_of_returns_the_smallest_number_of_runs(slots: list[int]) -> None:
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 9), min_size=1).map(sorted), st.sets(st.integers(0, 9)), COSTS)
-def test_cover_is_the_cheapest_cover_and_fills_only_allowed_holes(
+def test_cover_is_the_cheapest_possible_and_fills_only_allowed_holes(
     slots: list[int], fillable: set[int], cost: list[int]
 ) -> None:
     cover = cheapest_cover(slots, fillable.__contains__, cost)

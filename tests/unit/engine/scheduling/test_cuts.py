@@ -44,7 +44,7 @@ def test_chat_is_cut_before_the_end_of_its_prompt(params: dict[str, Any]) -> Non
     assert first.cuts == ((196,) if params else ())
 
 
-def test_number_of_cuts_is_bounded_when_there_are_many_branches() -> None:
+def test_number_of_cuts_is_limited_when_there_are_many_branches() -> None:
     scheduler = scheduler_of(n_slots=1)
     first = wait(scheduler, list(range(3000)))
     for shared in range(100, 2900, 10):
@@ -77,7 +77,7 @@ def test_sequence_that_arrives_too_late_for_a_cut_does_not_wait() -> None:
     assert second.cuts == (170,)
 
 
-def test_memory_that_can_be_truncated_has_no_cuts() -> None:
+def test_prompts_are_not_cut_when_memory_can_be_truncated() -> None:
     scheduler = scheduler_of(partial_reuse=True)
     first, _ = wait(scheduler, list(range(300))), wait(scheduler, [*range(170), -1])
     scheduler.admit(0)

@@ -37,7 +37,7 @@ def test_costs_are_learned_from_sums_of_passes_despite_noise(machine: Callable[[
         assert costs.expected(size) == pytest.approx(machine(size), rel=0.35)
 
 
-def test_one_measurement_sets_the_scale_of_all_sizes() -> None:
+def test_one_measurement_scales_the_costs_of_all_sizes() -> None:
     costs = DecodeCosts()
     before = costs.expected(1) / costs.expected(16)
     costs.observe([8], 0.024)
@@ -45,7 +45,7 @@ def test_one_measurement_sets_the_scale_of_all_sizes() -> None:
     assert costs.expected(1) / costs.expected(16) == pytest.approx(before)
 
 
-def test_passes_of_many_rows_do_not_change_the_cost_of_one_row() -> None:
+def test_passes_with_many_rows_do_not_change_the_cost_of_one_row() -> None:
     costs = DecodeCosts()
     for _ in range(8):
         costs.observe([1], 0.007)
@@ -78,12 +78,12 @@ def test_cost_table_is_positive_and_never_decreases_with_more_rows(measured: lis
 
 
 @pytest.mark.parametrize(("unified", "expected"), [(False, [2, 1, 6]), (True, [9])])
-def test_pass_is_a_run_of_slots_with_equally_many_tokens(unified: bool, expected: list[int]) -> None:
+def test_pass_consists_of_adjacent_slots_with_the_same_number_of_tokens(unified: bool, expected: list[int]) -> None:
     chunks = [Chunk(slot, 0, [7] * count, True) for slot, count in [(0, 1), (1, 1), (2, 3), (3, 3), (5, 1)]]
     assert pass_rows_of(chunks, unified=unified) == expected
 
 
-def test_costs_of_moves_follow_recent_moves() -> None:
+def test_move_costs_follow_recent_moves() -> None:
     costs = MoveCosts()
     for _ in range(40):
         costs.observe(436, 0.005)

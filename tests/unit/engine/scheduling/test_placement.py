@@ -67,7 +67,7 @@ def test_interactive_requests_take_neighbouring_slots_from_bulk_requests() -> No
 
 
 @pytest.mark.parametrize("memory", [{"ram_bytes": 0}, {"unified": True, "n_cells": 4000}])
-def test_youngest_bulk_request_yields_when_its_work_would_be_lost_or_slots_are_equal(memory: dict[str, Any]) -> None:
+def test_youngest_bulk_request_yields_when_work_would_be_lost_or_slots_are_equivalent(memory: dict[str, Any]) -> None:
     scheduler = full_of_bulk(**memory)
     victims = scheduler.finder.victims(new(scheduler, READER, 1), 1)
     assert [victim.order for victim in victims] == list(range(MEMORY["n_slots"]))[::-1]
@@ -90,7 +90,7 @@ def test_interactive_request_gets_a_slot_next_to_requests_with_its_adapters() ->
         assert scheduler.finder.victims(next_reader, 3)[0].slot in slots
 
 
-def test_interactive_request_starts_at_its_prefix_and_moves_to_the_other_requests() -> None:
+def test_interactive_request_starts_in_the_slot_with_its_prefix_and_moves_next_to_the_others() -> None:
     scheduler = full_of_bulk()
     ended = scheduler.slots[7]
     assert ended is not None
@@ -127,7 +127,7 @@ def test_interactive_requests_swap_slots_with_running_bulk_requests(partial_reus
     assert scheduler.num_preemptions == 0
 
 
-def test_interactive_request_does_not_wait_for_older_bulk_requests_which_still_finish() -> None:
+def test_older_bulk_requests_do_not_delay_an_interactive_request_but_still_finish() -> None:
     scheduler = full_of_bulk(n_slots=8)
     waiting = [new(scheduler, BULK) for _ in range(100)]
     reader = new(scheduler, READER, AGED_S)
@@ -148,7 +148,7 @@ def test_interactive_request_does_not_wait_for_older_bulk_requests_which_still_f
     assert again in scheduler.finder.victims(next_reader, AGED_S + HOLD_S)
 
 
-def test_bulk_request_in_the_only_slot_finishes_although_interactive_requests_keep_arriving() -> None:
+def test_bulk_request_in_the_only_slot_finishes_even_if_interactive_requests_keep_arriving() -> None:
     scheduler = new_scheduler(n_slots=1, ctx_per_slot=200, n_batch=300, limits=Limits(200, 200), ram_bytes=0)
     bulk = new(scheduler, BULK, length=100)
     for step in range(2000):

@@ -170,7 +170,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=100 * EXAMPLES, stateful_step_count=30, deadline=None)
 
 
-def test_scheduler_rejects_a_prompt_that_fits_into_no_slot() -> None:
+def test_scheduler_rejects_a_prompt_that_does_not_fit_into_a_slot() -> None:
     scheduler = new_scheduler()
     scheduler.enqueue(sequence(39), 0)
     with pytest.raises(PromptTooLong, match=r"40 tokens > 39 maximum\. .* raise ctx_per_slot"):
@@ -211,7 +211,7 @@ def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
 @pytest.mark.parametrize(
     "shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], [], [(0, 1.5)], [0], None]
 )
-def test_scheduler_replaces_an_invalid_batch_of_a_strategy(shares: list[TokenAllocation]) -> None:
+def test_scheduler_replaces_an_invalid_batch_from_a_strategy(shares: list[TokenAllocation]) -> None:
     class Wrong(Strategy):
         def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[TokenAllocation]:
             return shares
@@ -239,7 +239,7 @@ def test_finished_sequences_are_forgotten_before_their_deadlines() -> None:
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_siblings_are_admitted_together_when_they_can_reuse_nothing(partial_reuse: bool) -> None:
+def test_sibling_sequences_are_admitted_together_when_they_can_reuse_nothing(partial_reuse: bool) -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=partial_reuse)
     siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
     for request in siblings:
@@ -265,7 +265,7 @@ def test_sequence_records_its_waits_for_a_prefix_and_for_a_slot() -> None:
     assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
 
 
-def test_prompt_waits_for_the_prompt_that_it_continues_with_every_kind_of_memory() -> None:
+def test_prompt_waits_for_the_prompt_that_it_continues_for_every_memory_type() -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, n_batch=200, limits=Limits(200, 200))
     for length in (100, 150):
         scheduler.enqueue(sequence(length), 0)

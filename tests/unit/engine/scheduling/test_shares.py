@@ -57,7 +57,7 @@ def served(scheduler: Scheduler, *waiting: Sequence) -> Served:
     return Served(scheduler)
 
 
-def test_keys_take_turns_although_one_key_has_many_older_sequences() -> None:
+def test_keys_take_turns_even_if_one_key_has_many_older_sequences() -> None:
     waiting = served(new_scheduler(n_slots=1), *(of_key("a") for _ in range(20)), *(of_key("b") for _ in range(3)))
     assert waiting.take(6) == {"a": 3, "b": 3}
     assert waiting.take(6) == {"a": 6}
@@ -79,7 +79,7 @@ def test_sequences_of_one_key_keep_their_order() -> None:
         scheduler.release(each)
 
 
-def test_long_sequences_count_more_than_short_sequences() -> None:
+def test_long_sequences_cost_more_service_than_short_sequences() -> None:
     long = [of_key("long", max_tokens=20, prefill_cost=0) for _ in range(30)]
     short = [of_key("short", max_tokens=5, prefill_cost=0) for _ in range(90)]
     waiting = served(new_scheduler(n_slots=2), *long, *short)
@@ -87,7 +87,7 @@ def test_long_sequences_count_more_than_short_sequences() -> None:
     assert waiting.service["long"] == pytest.approx(waiting.service["short"], rel=0.15)
 
 
-def test_weights_divide_the_slots() -> None:
+def test_slots_are_divided_according_to_weights() -> None:
     waiting = served(
         new_scheduler(n_slots=1), *(of_key("a", 3) for _ in range(40)), *(of_key("b", 1) for _ in range(40))
     )
@@ -134,7 +134,7 @@ def test_sequence_of_the_key_with_the_most_service_is_preempted(ram_bytes: int) 
     assert State.WAITING in [each.state for each in rich]
 
 
-def test_pool_without_cells_takes_the_slot_of_the_key_with_the_most_service() -> None:
+def test_key_with_the_most_service_loses_a_slot_when_cells_run_out() -> None:
     scheduler = new_scheduler(n_slots=3, unified=True, n_cells=60)
     rich = [of_key("rich", max_tokens=30) for _ in range(2)]
     for each in rich:
@@ -166,7 +166,7 @@ def test_service_of_a_key_is_not_raised_when_its_sequence_is_preempted() -> None
     assert scheduler.shares.of(9, "poor") < scheduler.shares.of(9, "rich")
 
 
-def test_service_of_running_sequences_counts_when_another_key_arrives() -> None:
+def test_service_of_running_sequences_is_counted_when_another_key_arrives() -> None:
     """The queue was empty, so the new key starts with the service of the key that runs, and not below it."""
     scheduler = new_scheduler(n_slots=2)
     waiting = served(scheduler, of_key("first", max_tokens=30), of_key("first", max_tokens=30))
@@ -194,7 +194,7 @@ def test_service_difference_between_backlogged_keys_stays_bounded(seed: int) -> 
         assert max(services) - min(services) <= 2 * (num_slots + 1) * 31
 
 
-def test_services_of_idle_keys_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_of_idle_keys_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "MAX_IDLE_NODES", 20)
     scheduler = new_scheduler(n_slots=1)
     for number in range(200):
@@ -208,6 +208,6 @@ def test_services_of_idle_keys_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("weights", [(0.0,), (1.0, -1.0), (1.0, 1.0, 1.0)])
-def test_share_rejects_invalid_weights(weights: Seq[float]) -> None:
+def test_fair_share_rejects_invalid_weights(weights: Seq[float]) -> None:
     with pytest.raises(InvalidRequest, match=r"share\.weights"):
         Share("a", tuple(weights))

@@ -82,7 +82,7 @@ def test_holes_are_not_filled_when_rows_cost_more_than_passes() -> None:
     assert scheduler.layout.num_moves == 0
 
 
-def test_slot_without_a_free_cell_and_memory_that_cannot_be_truncated_are_not_padded() -> None:
+def test_slots_are_not_padded_without_a_free_cell_or_when_memory_cannot_be_truncated() -> None:
     full = running([0, 2], num_prompt=70, ctx_per_slot=90, max_tokens=2)
     full.cache.extend(
         1, 90 - full.cache.cells.of(1)
@@ -109,7 +109,9 @@ def test_hole_is_filled_with_the_next_token_of_a_prompt(partial_reuse: bool) -> 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
 @pytest.mark.parametrize("busy", [[0, 2, 4, 6], [1, 7], [0, 3, 4, 7], [7, 0, 2, 3, 5]])
-def test_sequences_move_together_and_cached_cells_move_the_other_way(busy: list[int], partial_reuse: bool) -> None:
+def test_sequences_move_together_and_cached_cells_move_in_the_opposite_direction(
+    busy: list[int], partial_reuse: bool
+) -> None:
     scheduler = running(busy, partial_reuse=partial_reuse)
     sequences = [holder for holder in scheduler.slots if holder is not None]
     cached = sorted(map(str, (cells for slot, cells in enumerate(contents(scheduler)) if slot not in busy)))
@@ -130,7 +132,7 @@ def test_sequences_move_together_and_cached_cells_move_the_other_way(busy: list[
     assert admitted.num_cached == len(tokens) - 1
 
 
-def test_sequences_about_to_finish_are_not_moved_while_a_move_costs_more() -> None:
+def test_sequences_are_not_moved_when_they_finish_before_the_move_pays_off() -> None:
     for max_tokens, moved in ((4, False), (1000, True)):
         scheduler = running([0, 2, 4, 6], max_tokens=max_tokens, partial_reuse=False)
         run_step(scheduler, pass_s=1e-3, row_s=1e-6)
@@ -188,7 +190,7 @@ def test_impossible_move_is_not_retried_in_every_step(monkeypatch: pytest.Monkey
     assert len(tried) == 1
 
 
-def test_unified_layout_fills_and_moves_nothing() -> None:
+def test_unified_layout_neither_fills_holes_nor_moves_sequences() -> None:
     scheduler = running([0, 2, 5], unified=True, n_cells=4000)
     for _ in range(3):
         run_step(scheduler, pass_s=1.0, row_s=0.1)

@@ -58,12 +58,14 @@ def without_waiting(views: list[SlotView]) -> list[SlotView]:
 
 
 @given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
-def test_decode_maximal_includes_every_decoding_slot(views: list[SlotView], budget: int, chunk_size: int) -> None:
+def test_decode_maximal_strategy_includes_every_decoding_slot(
+    views: list[SlotView], budget: int, chunk_size: int
+) -> None:
     shares = dict(DecodeMaximal().build_batch(views, budget, chunk_size, 0))
     assert all(shares.get(view.slot) == 1 for view in views if view.decoding)
 
 
-def test_strategies_divide_a_tight_budget_as_documented() -> None:
+def test_strategies_divide_a_small_budget_as_documented() -> None:
     views = [SlotView(i, 1, True, 9) for i in range(8)] + [SlotView(8 + i, 500, False, 9) for i in range(2)]
 
     def tokens(name: str) -> tuple[int, int]:
@@ -91,7 +93,7 @@ def test_gaps_between_tokens_of_decoding_slots_have_the_documented_length() -> N
         assert tokens(name, views[8:]) == 512  # there is no gap
 
 
-def test_adaptive_prefills_bulk_prompts_in_short_steps_and_never_with_an_interactive_prompt() -> None:
+def test_adaptive_strategy_prefills_bulk_prompts_in_short_steps_without_interactive_prompts() -> None:
     adaptive = Adaptive()
     views = [SlotView(i, 500, False, 9) for i in range(4)]
 
@@ -116,7 +118,7 @@ def test_adaptive_prefills_bulk_prompts_in_short_steps_and_never_with_an_interac
     assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
 
 
-def test_adaptive_prefills_rare_interactive_prompts_without_bulk_rows() -> None:
+def test_adaptive_strategy_prefills_rare_interactive_prompts_without_bulk_rows() -> None:
     adaptive = Adaptive()
     views = [*(SlotView(i, 1, True, 9) for i in range(8)), SlotView(8, 100, False, 3), SlotView(9, 1, True, 3)]
     assert dict(adaptive.build_batch(views, 512, 512, 0)) == {8: 100, 9: 1}
@@ -126,7 +128,7 @@ def test_adaptive_prefills_rare_interactive_prompts_without_bulk_rows() -> None:
     assert {8, 9} < dict(adaptive.build_batch(views, 512, 512, 0)).keys()
 
 
-def test_adaptive_prefills_rare_prompts_in_short_steps_while_a_stream_decodes() -> None:
+def test_adaptive_strategy_prefills_rare_prompts_in_short_steps_during_streams() -> None:
     adaptive = Adaptive()
     adaptive.observe(512, 1.0)
     views = [SlotView(0, 1, True, 9), SlotView(1, 500, False, 3), SlotView(2, 1, True, 3)]
@@ -159,7 +161,7 @@ def test_strategy_is_loaded_from_its_import_path() -> None:
         "nowhere.module:X": "can't be created: No module",
         f"{__name__}:Nothing": "has no attribute 'Nothing'",
         f"{__name__}:State": "can't be created",
-        "builtins:dict": "is not a Strategy; derive it",
+        "builtins:dict": "is not a Strategy; use a subclass",
         "decode_maximum": "did you mean 'decode_maximal'",
     }.items():
         with pytest.raises(InvalidRequest, match=message):
@@ -179,7 +181,7 @@ class Sometimes(Strategy):
         return [(slots[0].slot, 1)]
 
 
-def test_failing_strategy_is_replaced_for_one_step_and_logged_less_and_less_often(
+def test_failing_strategy_is_replaced_for_one_step_and_logged_with_decreasing_frequency(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own, views = Sometimes(), [SlotView(0, 20, False)]
@@ -212,12 +214,12 @@ def test_default_strategy_that_fails_is_replaced_for_one_step(monkeypatch: pytes
     assert guarded.num_failures == 1
 
 
-def test_equal_chunks_are_equal_when_the_budget_suffices() -> None:
+def test_equal_chunks_strategy_creates_equal_chunks_when_the_budget_suffices() -> None:
     views = [SlotView(i, 1000, False) for i in range(4)]
     assert equal_chunks(views, 512, 512) == [(0, 128), (1, 128), (2, 128), (3, 128)]
 
 
-def test_equal_chunks_serve_the_first_slots_when_the_budget_is_too_small_for_all() -> None:
+def test_equal_chunks_strategy_serves_the_first_slots_when_the_budget_is_too_small() -> None:
     views = [SlotView(i, 1000, False) for i in range(8)]
     assert equal_chunks(views, 2 * MIN_CHUNK, 512) == [(0, MIN_CHUNK), (1, MIN_CHUNK)]
 

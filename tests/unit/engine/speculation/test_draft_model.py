@@ -65,7 +65,7 @@ def small(**values: int | bool) -> FakeBackend:
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(("memory", "least"), [(0, 0.9), (12, 0.0)])
-def test_draft_model_does_not_change_texts(memory: int, least: float, greedy: bool, unified: bool) -> None:
+def test_draft_model_does_not_change_generated_texts(memory: int, least: float, greedy: bool, unified: bool) -> None:
     plain = run(asked(greedy), None, unified=unified)
     draft = small(memory=memory, end_every=150)
     drafted = run(asked(greedy), draft, unified=unified)
@@ -78,7 +78,7 @@ def test_draft_model_does_not_change_texts(memory: int, least: float, greedy: bo
     assert rejected > 0 or memory == 0
 
 
-def test_failing_draft_model_changes_no_text_and_is_disabled_eventually() -> None:
+def test_failing_draft_model_does_not_change_texts_and_is_eventually_disabled() -> None:
     plain = run(asked(), None)
     drafted = run(asked(), small(), failures=[0, 1, 0, 0, -1, -3, 0, 2] * 3)
     assert [done.text for done in drafted] == [done.text for done in plain]
@@ -103,7 +103,7 @@ def test_draft_model_with_few_cells_drafts_as_many_tokens_as_fit(short: dict[str
     assert sum(done.usage.accepted_prediction_tokens for done in drafted) > 0
 
 
-def test_draft_model_is_closed_with_its_engine_and_requires_speculation() -> None:
+def test_draft_model_requires_speculation_and_is_closed_with_its_engine() -> None:
     draft = small()
     core = EngineCore(FakeBackend(n_slots=SLOTS), EngineOptions(speculation="auto"), Pulse("test"), draft=draft)
     core.close(InvalidRequest("closed"))
@@ -160,7 +160,7 @@ def test_missing_tokens_are_prefilled_in_batches_before_drafting() -> None:
     assert max(sum(len(chunk.tokens) for chunk in batch) for batch in followed.backend.batches) <= 64
 
 
-def test_several_slots_are_drafted_in_one_pass_per_token() -> None:
+def test_drafts_for_several_slots_take_one_pass_per_token() -> None:
     followed = Followed()
     sequences = [followed.sequence([number, 2, 3], slot=number) for number in range(SLOTS)]
     made = followed.draft(*sequences, most=4)
@@ -168,7 +168,7 @@ def test_several_slots_are_drafted_in_one_pass_per_token() -> None:
     assert [len(batch) for batch in followed.backend.batches] == [SLOTS] * 4
 
 
-def test_waiting_sequence_keeps_its_slot_while_another_slot_is_free() -> None:
+def test_waiting_sequence_keeps_its_draft_slot_while_another_slot_is_free() -> None:
     followed = Followed()
     sequences = [followed.sequence([number, 2, 3], slot=number) for number in range(SLOTS)]
     followed.draft(*sequences)
@@ -186,7 +186,7 @@ def test_waiting_sequence_keeps_its_slot_while_another_slot_is_free() -> None:
     assert followed.draft(sequences[2])[sequences[2]]
 
 
-def test_cells_of_one_scope_are_not_reused_by_another_scope() -> None:
+def test_cells_from_one_scope_are_not_reused_in_another_scope() -> None:
     followed = Followed()
     for scope, cached, expected in [("a", True, 40), ("a", True, 1), ("b", True, 40), ("b", False, 40), ("b", True, 1)]:
         sequence = followed.sequence(range(40), scope=scope, cache_prompt=cached)
@@ -214,7 +214,7 @@ def test_failed_decode_calls_leave_no_cells() -> None:
     assert followed.draft(sequence)[sequence]
 
 
-def test_low_acceptance_rates_end_a_draft_early() -> None:
+def test_draft_stops_early_when_acceptance_rates_are_low() -> None:
     followed, rates = Followed(), AcceptanceRates()
     for _ in range(50):
         rates.observe(DraftTokens(NAME, [1], [7]), [2])

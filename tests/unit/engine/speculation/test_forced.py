@@ -59,7 +59,7 @@ def test_forced_text_becomes_a_draft_once_the_schema_applies() -> None:
     assert bytes(source.draft(4).tokens) == b'{"cu'  # type: ignore[union-attr]
 
 
-def test_forced_text_ends_when_the_grammar_allows_a_choice() -> None:
+def test_forced_text_stops_where_the_grammar_allows_a_choice() -> None:
     sampler = Bound()
     sampler.bind()
     sampler.accept(b'{"customer_name": "Mia')

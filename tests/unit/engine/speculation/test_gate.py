@@ -107,7 +107,7 @@ def test_saturated_machine_decodes_few_drafts() -> None:
     assert machine.tokens - tokens <= 64 * 103.0  # old measurements are repeated with one slot or a few
 
 
-def test_gate_does_not_flap_when_drafts_hardly_pay_off() -> None:
+def test_gate_does_not_oscillate_when_drafts_hardly_pay_off() -> None:
     machine = Machine(cpu, 16, 0.83, noise=0.2)
     machine.gain(2000)
     assert machine.switches < 200
@@ -120,14 +120,14 @@ def test_gate_detects_when_drafts_start_to_pay_off() -> None:
     assert machine.gain(500) > 2.0
 
 
-def test_gate_detects_when_the_machine_has_changed() -> None:
+def test_gate_detects_when_the_speed_of_the_machine_has_changed() -> None:
     machine = Machine(lambda rows: 0.002 * rows, 4, 0.9)
     machine.gain(1000)
     machine.curve, machine.tokens, machine.seconds = gpu, 0.0, 0.0
     assert machine.gain(4000) > 2.0
 
 
-def test_drafts_do_not_lengthen_calls_beyond_the_limit() -> None:
+def test_drafts_do_not_lengthen_decode_calls_beyond_the_limit() -> None:
     machine = Machine(lambda rows: 0.1 + 0.02 * rows, 1, 0.99)
     machine.gain(50)
     machine.longest_s = 0.0
@@ -182,7 +182,7 @@ def test_gate_crosses_a_cost_step_at_which_few_drafts_do_not_pay_off() -> None:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_calls_never_have_more_rows_than_logits(unified: bool) -> None:
+def test_decode_calls_never_exceed_the_maximum_number_of_rows(unified: bool) -> None:
     random, costs = Random(2), DecodeCosts()
     gate = Gate(costs, 20, unified=unified)
     for _ in range(2000):

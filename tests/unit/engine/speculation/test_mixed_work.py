@@ -50,7 +50,7 @@ def test_mixed_bulk_and_interactive_requests_get_no_drafts(priorities: tuple[int
     assert has_drafts == (priorities[0] == priorities[1])
 
 
-def test_padded_slot_has_the_same_text_as_without_padding() -> None:
+def test_padded_slot_generates_the_same_text_as_an_unpadded_slot() -> None:
     core, fake = drafting_core()
     requests = [
         predicted("one", 9),
@@ -124,7 +124,7 @@ def test_strategy_observes_no_tokens_in_steps_with_drafts() -> None:
         assert (tokens == 0) == any(chunk.num_drafts for chunk in chunks)
 
 
-def test_adaptive_learns_no_costs_from_steps_with_drafts() -> None:
+def test_adaptive_strategy_learns_no_costs_from_steps_with_drafts() -> None:
     strategy, view = Adaptive(), SlotView(0, 1, True)
     for tokens, seconds in [(1, 0.01), (0, 5.0), (0, 5.0)]:
         strategy.build_batch([view], 512, 512, 0)

@@ -30,7 +30,7 @@ def found(text: list[int], most: int = 4) -> list[int] | None:
 
 @settings(max_examples=60 * EXAMPLES, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60))
-def test_draft_is_the_last_continuation_of_the_longest_run(text: list[int]) -> None:
+def test_draft_is_the_last_continuation_of_the_longest_matching_run(text: list[int]) -> None:
     expected = None
     for length in RUNS:
         tail = text[len(text) - length :]
@@ -72,7 +72,7 @@ def test_confidence_grows_while_a_text_is_followed_and_is_lost_when_it_diverges(
     assert follower.draft(1) is None
 
 
-def test_long_prompt_is_indexed_completely_in_parts() -> None:
+def test_long_prompt_is_indexed_completely_in_several_parts() -> None:
     text = [*range(5000), 4990, 4991, 4992]
     follower = Follower("prompt", Index(text), text)
     drafts = [follower.draft(2) for _ in range(6)]
@@ -81,7 +81,7 @@ def test_long_prompt_is_indexed_completely_in_parts() -> None:
     assert drafts[-1].tokens == [4993, 4994]
 
 
-def test_pool_is_bounded_and_drops_the_oldest_texts() -> None:
+def test_pool_has_a_size_limit_and_drops_the_oldest_texts() -> None:
     pool = Pool()
     for number in range(40):
         pool.add([number * 1000 + i for i in range(1000)])
@@ -103,7 +103,7 @@ def test_draft_from_a_pool_ends_with_its_text() -> None:
     assert BREAK not in draft.tokens
 
 
-def test_scopes_have_separate_pools_which_are_bounded_together() -> None:
+def test_scopes_have_separate_pools_with_a_common_size_limit() -> None:
     pools = Pools()
     for scope in range(20):
         pools.of(scope).add([scope * 10000 + i for i in range(8000)])
@@ -111,7 +111,7 @@ def test_scopes_have_separate_pools_which_are_bounded_together() -> None:
     assert pools.of("new").index.find([190000, 190001, 190002]) is None
 
 
-def test_number_of_pools_is_bounded_when_scopes_have_little_text() -> None:
+def test_number_of_pools_is_limited_when_scopes_have_little_text() -> None:
     pools = Pools()
     for scope in range(2 * MAX_POOLS):
         pools.of(scope).add([1])

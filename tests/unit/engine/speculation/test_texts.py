@@ -77,7 +77,7 @@ requests_st = st.lists(
 
 @settings(max_examples=15 * EXAMPLES, deadline=None)
 @given(requests_st, st.booleans(), st.sampled_from([0, 2]), st.sampled_from([0, 40]), st.integers(0, 1 << 30))
-def test_texts_are_the_same_with_drafts(
+def test_texts_are_the_same_with_and_without_drafts(
     requests: list[Request], unified: bool, memory: int, end_every: int, seed: int
 ) -> None:
     settings_of_model = {"memory": memory, "end_every": end_every, "n_cells": 120 if unified else 0}
@@ -102,7 +102,7 @@ def test_correct_predictions_are_accepted_and_counted() -> None:
     assert drafted.usage.rejected_prediction_tokens == 0
 
 
-def test_wrong_prediction_costs_no_token() -> None:
+def test_no_token_is_lost_when_a_prediction_is_wrong() -> None:
     request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=50, ignore_eos=True)
     (plain,) = run([request], eager=None)
     (drafted,) = run([replace(request, prediction=tuple(b"Z" * 50))], eager=1)
@@ -120,7 +120,7 @@ def test_resumed_request_continues_with_its_prediction(half: int) -> None:
     assert drafted.usage.accepted_prediction_tokens > 10
 
 
-def test_recurrent_memory_gets_no_drafts() -> None:
+def test_models_with_recurrent_memory_get_no_drafts() -> None:
     request = Request("it", tuple(b"abab" * 8), SamplingParams(temperature=0), max_tokens=40, prediction=(1, 2, 3))
     (drafted,) = run([request], eager=1, partial_reuse=False)
     assert drafted.usage.accepted_prediction_tokens == drafted.usage.rejected_prediction_tokens == 0

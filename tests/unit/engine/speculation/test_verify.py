@@ -39,7 +39,7 @@ def test_verify_without_candidates_returns_the_next_token(engine: Engine) -> Non
     assert engine.verify(PREFIX, []) == Verdict(0, engine.draft_tokens(PREFIX, 1)[0])
 
 
-def test_end_of_a_text_is_not_returned_as_a_token(engine: Engine) -> None:
+def test_verify_does_not_return_the_end_token(engine: Engine) -> None:
     ending = next(p for p in ([*PREFIX, i] for i in range(97, 123)) if len(engine.draft_tokens(p, 40)) < 40)
     drafted = list(engine.draft_tokens(ending, 40))
     assert engine.verify(ending, drafted) == Verdict(len(drafted), None)
@@ -55,7 +55,7 @@ def test_invalid_candidates_are_rejected(engine: Engine) -> None:
         engine.verify(PREFIX, [97], most=-1)
 
 
-def test_sampling_defaults_of_the_model_do_not_change_verify() -> None:
+def test_sampling_defaults_of_the_model_do_not_affect_verify() -> None:
     options = EngineOptions(n_parallel=1, n_batch=64, sampling={"temperature": 1.5, "seed": 3})
     drawn, greedy = (
         Engine(FakeBackend(n_slots=1), chosen) for chosen in (options, EngineOptions(n_parallel=1, n_batch=64))
@@ -97,7 +97,7 @@ def test_candidates_are_decoded_in_one_pass_without_delaying_other_requests() ->
     assert not stream.done
 
 
-def test_memory_that_cannot_be_truncated_verifies_step_by_step() -> None:
+def test_candidates_are_verified_step_by_step_when_memory_cannot_be_truncated() -> None:
     fake = FakeBackend(n_slots=1, ctx_per_slot=64, partial_reuse=False)
     engine = Engine(fake, EngineOptions(n_parallel=1, n_batch=64))
     try:

@@ -38,7 +38,7 @@ def test_fair_shares_are_at_least_one_and_never_more_than_wanted_or_available(to
     assert all(share == want or share >= full - 1 for share, want in zip(shares, wants, strict=True))
 
 
-def test_fair_shares_divide_unused_cores_and_assign_the_odd_core_to_the_first_peer() -> None:
+def test_fair_shares_divide_unused_cores_and_give_the_remaining_core_to_the_first_peer() -> None:
     assert fair_shares(16, [16, 1, 16]) == [8, 1, 7]
     assert fair_shares(2, [2, 2, 2]) == [1, 1, 1]
 
@@ -46,11 +46,11 @@ def test_fair_shares_divide_unused_cores_and_assign_the_odd_core_to_the_first_pe
 @pytest.mark.parametrize(
     ("cores", "others", "left"), [(2, 0.0, 2), (2, 0.3, 2), (2, 0.4, 1), (2, 5.0, 1), (16, 0.1, 16), (16, 1.0, 15)]
 )
-def test_slight_use_by_other_programs_is_tolerated(cores: int, others: float, left: int) -> None:
+def test_slight_cpu_use_by_other_programs_is_tolerated(cores: int, others: float, left: int) -> None:
     assert available_beyond_others(cores, others) == left
 
 
-def test_peers_compute_the_same_division() -> None:
+def test_all_peers_compute_the_same_division_of_cores() -> None:
     place, peers = Processors(3), [Peer(3, 1.0, goes_first=True), Peer(3, 1.0)]
     first = num_threads(place, [Peer(3, 1.0)], 0.0)
     second = num_threads(place, [Peer(3, 1.0, goes_first=True)], 0.0)
@@ -69,7 +69,7 @@ def test_container_quota_is_shared_only_within_the_container() -> None:
     assert num_threads(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
 
 
-def test_other_programs_exclude_this_process_and_its_peers() -> None:
+def test_cpu_use_of_other_programs_excludes_this_process_and_its_peers() -> None:
     assert others_of(3.5, 1.0, [Peer(4, 1.5), Peer(4, 0.1)]) == 1.0
     assert others_of(1.0, 1.2, []) == 0.0
 
@@ -157,7 +157,7 @@ def test_models_of_one_worker_share_cores_while_both_models_are_in_use() -> None
     assert (first.threads, second.threads, idle.threads) == (4, 2, 2)
 
 
-def test_part_still_counts_as_in_use_shortly_after_its_last_request() -> None:
+def test_part_still_counts_as_in_use_for_a_short_time_after_its_last_request() -> None:
     first, second = StubPart(), StubPart(is_busy=False)
     second.last_submit = time.time() + 60
     machine = Machine(4, Claim(first, 4), Claim(second, 4))
@@ -165,7 +165,7 @@ def test_part_still_counts_as_in_use_shortly_after_its_last_request() -> None:
     assert first.threads == 2
 
 
-def test_fixed_threads_are_kept_and_other_parts_share_the_rest() -> None:
+def test_fixed_thread_counts_are_kept_and_other_parts_share_the_remaining_cores() -> None:
     chosen, engine = StubPart(), StubPart()
     machine = Machine(4, Claim(chosen, 3, fixed=True), Claim(engine, 4))
     machine.run(1, own=4.0, others=0.0)
@@ -175,7 +175,7 @@ def test_fixed_threads_are_kept_and_other_parts_share_the_rest() -> None:
     assert engine.threads == 4
 
 
-def test_lasting_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_sustained_cpu_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(2, Claim(StubPart(), 2))
     with caplog.at_level(logging.WARNING):
         machine.run(WARN_S - 1, own=1.0, others=1.0)
@@ -187,7 +187,7 @@ def test_lasting_use_by_other_programs_is_logged_once(caplog: pytest.LogCaptureF
     assert "other programs detected (used=1.0, cores=2, threads=1, wanted=2)" in told
 
 
-def test_only_peers_count_when_the_system_reports_no_cpu_times() -> None:
+def test_only_peers_are_considered_when_the_system_reports_no_cpu_times() -> None:
     engine = StubPart()
     sharing = CoreSharing(lambda: [Claim(engine, 4)], Processors(4))
     sharing.meet([Peer(4, 2.0)])
@@ -205,7 +205,7 @@ def test_report_contains_wanted_threads_and_used_cores() -> None:
     assert report["uses"] == pytest.approx(4.0, abs=0.1)
 
 
-def test_core_sharing_thread_ends_with_its_owner() -> None:
+def test_core_sharing_thread_stops_when_its_owner_stops() -> None:
     sharing = CoreSharing(list, Processors(2))
     sharing.start()
     sharing.close()
@@ -242,7 +242,7 @@ def test_quota_is_read_from_the_control_group(tmp_path: Path, files: dict[str, s
     assert cpu_quota(tmp_path, own) == quota
 
 
-def test_peers_are_workers_of_the_same_machine_that_share_a_processor() -> None:
+def test_peers_are_workers_on_the_same_machine_that_share_a_processor() -> None:
     own_host = socket.gethostname()
 
     def neighbour(name: str, host: str, **cores: object) -> Neighbour:

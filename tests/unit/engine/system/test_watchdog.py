@@ -101,7 +101,7 @@ def test_step_may_take_many_times_as_long_as_earlier_steps_of_its_size(
     assert world.ended
 
 
-def test_only_the_first_step_of_a_slow_kind_may_take_long(world: World) -> None:
+def test_only_the_first_step_of_a_kind_may_take_longer(world: World) -> None:
     world.pulse.beat("decode", size=512, first_s=FIRST_S)
     world.passes(FIRST_S)
     assert world.ended == []
@@ -110,7 +110,7 @@ def test_only_the_first_step_of_a_slow_kind_may_take_long(world: World) -> None:
     assert world.ended
 
 
-def test_limit_decreases_again_after_a_slow_step(world: World) -> None:
+def test_time_limit_decreases_again_after_a_slow_step(world: World) -> None:
     world.step("decode", 500.0)
     for _ in range(10_000):
         world.step("decode", 0.1)
@@ -119,7 +119,7 @@ def test_limit_decreases_again_after_a_slow_step(world: World) -> None:
     assert world.ended
 
 
-def test_time_while_the_process_is_suspended_does_not_count(world: World) -> None:
+def test_time_during_which_the_process_is_suspended_does_not_count(world: World) -> None:
     world.pulse.beat("sample")
     world.passes(2)
     world.now += 3600
@@ -195,7 +195,7 @@ def test_process_exits_with_a_special_code_and_logs_where_it_hangs(hang: str, to
 KEEPS_GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"  # PyDLL, unlike CDLL, keeps the GIL during the call
 
 
-def test_process_exits_when_a_thread_keeps_the_gil() -> None:
+def test_process_exits_when_a_thread_never_releases_the_gil() -> None:
     script = HANGING.replace("{hang}", KEEPS_GIL).replace(
         "watchdog.LOOK_S", "watchdog.LAST_RESORT_S = 3\nwatchdog.LOOK_S"
     )
@@ -221,7 +221,7 @@ sys.stdin.readline()
 """
 
 
-def test_process_exits_only_when_suspended_for_longer_than_the_last_resort_timeout() -> None:
+def test_process_exits_when_it_was_suspended_for_longer_than_the_last_resort_timeout() -> None:
     argv = [sys.executable, "-c", SUSPENDED]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

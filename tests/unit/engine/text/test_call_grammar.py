@@ -166,7 +166,7 @@ def test_forced_calls_are_parsed_and_conform_to_their_schemas(
 @pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["as text", "control tokens"])
 @pytest.mark.parametrize("style", ALL_STYLES)
 @pytest.mark.parametrize("strict", [False, True])
-def test_calls_in_free_replies_use_offered_tools(style: str, strict: bool, controls: dict[str, int]) -> None:
+def test_calls_in_unforced_replies_use_offered_tools(style: str, strict: bool, controls: dict[str, int]) -> None:
     calls = calls_of(style)
     lark = grammar_of(style, strict=strict, several=True, controls=controls).write()
     rng, num_calls = random.Random(3), 0
@@ -184,7 +184,7 @@ def test_calls_in_free_replies_use_offered_tools(style: str, strict: bool, contr
 
 
 @pytest.mark.parametrize("style", ALL_STYLES)
-def test_free_replies_may_contain_any_text(style: str) -> None:
+def test_unforced_replies_may_contain_any_text(style: str) -> None:
     lark = grammar_of(style, several=True, reasoning=ReasoningTags("<think>", "</think>")).write()
     texts = ["", "Hi, <b>you</b> {3}!\n\n", "[1, 2]", '{"city": "Paris"}', '{"name": "Bob", "age": 3}', "a <"]
     assert all(accepts(lark, text) for text in texts)
@@ -196,7 +196,7 @@ def test_free_replies_may_contain_any_text(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("use", ["forced", "free", "strict", "with schema"])
 @pytest.mark.parametrize("several", [False, True])
-def test_grammar_of_calls_allows_the_calls_that_the_template_writes(style: str, use: str, several: bool) -> None:
+def test_call_grammar_allows_the_calls_that_the_template_writes(style: str, use: str, several: bool) -> None:
     source = template(CALLS[style])
     markup = derived(source)
     assert markup.calls is not None
@@ -315,7 +315,7 @@ def test_reader_returns_one_call_when_only_one_call_is_allowed() -> None:
         (r"^a\.b", ["a.bc"], ["axb"]),
     ],
 )
-def test_pattern_of_bare_text_is_enforced(pattern: str, fitting: list[str], others: list[str]) -> None:
+def test_pattern_for_bare_text_is_enforced(pattern: str, fitting: list[str], others: list[str]) -> None:
     text = {"type": "string", "pattern": pattern}
     tools = {"f": {"type": "object", "properties": {"a": text}, "required": ["a"]}}
     lark = grammar_of("glm", forced=True, tools=tools, strict=True).write()
@@ -325,7 +325,7 @@ def test_pattern_of_bare_text_is_enforced(pattern: str, fitting: list[str], othe
 
 
 @pytest.mark.parametrize("shape", [{"pattern": "(?=a)"}, {"pattern": "^a|b$"}, {"format": "date"}])
-def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_or_causes_a_warning(shape: dict[str, str]) -> None:
+def test_unenforceable_keyword_for_bare_text_is_rejected_if_strict_or_causes_a_warning(shape: dict[str, str]) -> None:
     tools = {"f": {"type": "object", "properties": {"when": {"type": "string", **shape}}}}
     place = f"tools.0.function.parameters.properties.when.{next(iter(shape))}"
     with pytest.raises(InvalidRequest, match=rf"tools.0.function.parameters.*properties.when.{next(iter(shape))}"):
@@ -335,7 +335,7 @@ def test_unenforceable_keyword_of_bare_text_is_rejected_if_strict_or_causes_a_wa
     assert [warning.startswith(place) for warning in grammar.warnings] == [True]
 
 
-def test_unenforceable_keyword_of_tagged_arguments_is_rejected_if_strict_or_causes_a_warning() -> None:
+def test_unenforceable_keyword_in_tagged_arguments_is_rejected_if_strict_or_causes_a_warning() -> None:
     shape = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "minProperties": 1}
     with pytest.raises(InvalidRequest, match=r"tools\.0\.function\.parameters\.minProperties"):
         grammar_of("glm", forced=True, tools={"f": shape}, strict=True).write()
@@ -366,7 +366,7 @@ def test_schema_of_tagged_arguments_may_be_a_reference_to_an_object() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_call", [False, True])
-def test_call_is_partial_and_releases_no_markup_wherever_it_is_cut(style: str, is_call: bool) -> None:
+def test_call_is_partial_and_releases_no_markup_wherever_it_is_truncated(style: str, is_call: bool) -> None:
     source = template(CALLS[style])
     markup = derived(source)
     assert markup.calls is not None
@@ -395,7 +395,7 @@ def test_call_is_partial_and_releases_no_markup_wherever_it_is_cut(style: str, i
     assert len(seen) > 20
 
 
-def test_call_in_a_channel_is_partial_when_it_is_cut() -> None:
+def test_call_in_a_channel_is_partial_when_it_is_truncated() -> None:
     tools = ToolReader(calls_of("channels"), TOOLS)
     head = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     for text, calls in ((head[:30], []), (head + '{"text": "a', [("look", '{"text": "a', True)])):
@@ -407,7 +407,7 @@ def test_call_in_a_channel_is_partial_when_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("style", ALL_STYLES)
-def test_call_of_a_tool_that_is_not_offered_is_text(style: str) -> None:
+def test_call_to_a_tool_that_is_not_offered_is_treated_as_text(style: str) -> None:
     calls = calls_of(style)
     arguments = "" if calls.tags else "{}"
     text = f"{calls.open}other{calls.inner}{arguments}{calls.close}".replace(ID, "abcdefgh0").replace(INDEX, "0")

@@ -56,7 +56,7 @@ def reply_with(style: str, calls: list[tuple[str, Any]], text: str = "") -> str:
 @pytest.mark.parametrize("style", [*STYLES, "channels"])
 @settings(max_examples=10 * EXAMPLES)
 @given(data=st.data())
-def test_pieces_add_up_to_the_calls_for_every_split(style: str, data: st.DataObject) -> None:
+def test_pieces_add_up_to_the_calls_however_the_reply_is_split(style: str, data: st.DataObject) -> None:
     count = 1 if style in ("llama3", "channels") else data.draw(st.integers(1, 3))
     calls = [("look", data.draw(arguments)) if data.draw(st.booleans()) else ("mcp.list-all", {}) for _ in range(count)]
     text = "" if style in ("llama3", "channels") else data.draw(st.sampled_from(["", "It is [1] < 2:\n"]))
@@ -74,7 +74,7 @@ ANSWER = {"text": 'é "Hi"\n\\ 🙂' + " and more" * 5, "count": 31, "deep": {"a
 
 
 @pytest.mark.parametrize("style", [*STYLES, "channels"])
-def test_pieces_are_final_wherever_the_reply_is_cut(style: str) -> None:
+def test_streamed_pieces_are_final_wherever_the_reply_is_truncated(style: str) -> None:
     reply = reply_with(style, [("look", ANSWER)])
     whole = json.dumps(ANSWER, ensure_ascii=False)
     seen = set()
@@ -107,14 +107,14 @@ def test_only_the_first_call_is_read_if_calls_are_not_parallel() -> None:
     assert pieces_of([*parts, *rest]) == [("look", call.arguments)]
 
 
-def test_text_in_json_is_not_dropped_when_it_is_cut() -> None:
+def test_text_that_is_incomplete_json_is_not_dropped() -> None:
     reader = reader_of("llama3")
     parts = reader.push('{"answer": 1')
     rest, calls = reader.finish(cut=True)
     assert ("".join(part.text for part in [*parts, *rest]), calls) == ('{"answer": 1', ())
 
 
-def test_calls_that_no_grammar_enforces_are_parsed_at_the_end() -> None:
+def test_unenforced_calls_are_parsed_when_the_reply_ends() -> None:
     reply = reply_with("hermes", [("look", ANSWER)])
     tools = ToolReader(markup_of(template(CALLS["hermes"])).calls, PARAMETERS)  # type: ignore[arg-type]
     reader = open_reply(ReplyFormat(tools=tools))

@@ -56,7 +56,7 @@ def test_templates_of_common_families_render(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_after_a_reply_equals_the_end_of_the_whole_conversation(family: str) -> None:
+def test_prompt_after_a_reply_matches_the_end_of_the_whole_conversation(family: str) -> None:
     template = ChatTemplate((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"), bos="<s>", eos="</s>")
     for more in ([{"role": "user", "content": "Ask"}], [{"role": "user", "content": "Ask"}, CALL, CONVERSATION[-1]]):
         whole = template.render([*CONVERSATION[:2], {"role": "assistant", "content": "Hello"}, *more])
@@ -95,7 +95,7 @@ def test_after_reply_fails_when_the_template_hides_or_repeats_the_reply() -> Non
         "{{ [messages] | list | tojson(indent=900000000) }}",
     ],
 )
-def test_hostile_template_fails_without_harm(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_template_fails_without_causing_harm(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_S", 0.5)
     with pytest.raises(TemplateFailed, match="the model's chat template"):
         ChatTemplate(source).render([{"role": "user", "content": "Hi"}])  # some fail at compilation
@@ -123,7 +123,7 @@ def test_template_process_is_killed_when_it_gets_no_cpu_time(monkeypatch: pytest
         template.render([])
 
 
-def test_template_is_rejected_when_it_compiles_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_is_rejected_when_compiling_it_never_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_S", 0.3)
     with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s"):
         ChatTemplate("{{ 9 ** 999999999 }}")
@@ -224,7 +224,7 @@ def test_arguments_of_earlier_calls_have_the_format_that_the_template_expects() 
 
 
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
-def test_enable_thinking_reaches_templates_by_either_name(switch: str) -> None:
+def test_enable_thinking_is_passed_to_templates_under_either_name(switch: str) -> None:
     source = f"{{% if {switch} is defined and {switch} %}}<think>{{% endif %}}"
     assert format_for(source, enable_thinking=True).starts_thinking
     other = format_for(source, enable_thinking=True, template_args={switch: False})

@@ -150,14 +150,14 @@ def test_control_token_stays_text_in_ascii_json() -> None:
     assert ids(source, [END], 'é "<|end|>" \\ud836') == [END.id]
 
 
-def test_word_stays_text_when_the_template_completes_it_to_a_control_token() -> None:
+def test_word_stays_text_when_the_template_adds_the_rest_of_a_control_token() -> None:
     source = "{% for key in spec %}{{ '<|' ~ key ~ '|>' }}{% endfor %}<|end|>"
     assert ids(source, [END], spec={"end": 1, "other": 2}) == [END.id]
     user = SpecialToken(1_000_000, "<|user|>", is_control=True)
     assert ids("{{ '<|' + messages[0].role + '|>' }}", [user], "a") == [user.id]
 
 
-def test_control_token_of_letters_only_stays_text() -> None:
+def test_control_token_consisting_only_of_letters_stays_text() -> None:
     assert ids(EACH + "ENDOFTEXT", [END, BARE], "the ENDOFTEXT comes", "ENDOFTEXT") == [END.id, BARE.id]
 
 
@@ -182,7 +182,7 @@ def test_text_becomes_control_tokens_when_marking_is_disabled() -> None:
     assert tokens_of(prompt, [END]) == [END.id, END.id]
 
 
-def test_control_token_drops_the_space_around_it_when_its_vocabulary_requires_that() -> None:
+def test_control_token_drops_the_space_around_it_when_the_vocabulary_requires_it() -> None:
     strips = SpecialToken(1_000_000, "<m>", is_control=True, strips_left=True, strips_right=True)
     text, by = "a \n<m>  b <m>", " <m> "
     prompt = Rendered(text + by, text + from_caller(by))

@@ -107,7 +107,7 @@ def test_call_style_is_derived_from_the_template(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=10 * EXAMPLES)
 @given(data=st.data())
-def test_replies_are_parsed_the_same_for_every_split(style: str, data: st.DataObject) -> None:
+def test_replies_are_parsed_the_same_however_they_are_split(style: str, data: st.DataObject) -> None:
     source = template(CALLS[style], THINK)
     markup = markup_of(source)
     count = 1 if style == "llama3" else data.draw(st.integers(1, 3))
@@ -183,7 +183,7 @@ AFTER_AN_END_TOKEN = template("{{ '<|im_end|>\n<|im_start|>call\n' }}" + CALLS["
 
 
 @pytest.mark.parametrize("source", [THIRD_WAY_OF_VALUES, AFTER_AN_END_TOKEN])
-def test_calls_are_parsed_but_not_forced_when_some_have_an_unknown_format(source: str) -> None:
+def test_calls_are_parsed_but_not_forced_when_some_calls_have_an_unknown_format(source: str) -> None:
     markup = markup_of(source)
     assert markup.calls is not None
     options = ChatOptions(TOOLS, tool_choice="required")

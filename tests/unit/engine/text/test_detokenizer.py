@@ -37,7 +37,9 @@ def expected(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 @given(TEXTS, STOPS, st.lists(st.integers(0, 200), max_size=8))
-def test_text_stream_releases_the_same_text_for_every_split(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
+def test_text_stream_releases_the_same_text_however_it_is_split(
+    text: str, stops: tuple[str, ...], cuts: list[int]
+) -> None:
     pieces, stop = run(text.encode(), stops, cuts)
     assert ("".join(pieces), stop) == expected(text, stops)
 
@@ -56,11 +58,11 @@ def test_text_stream_never_releases_the_start_of_a_stop_string(text: str, stops:
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 200), max_size=8))
-def test_text_stream_replaces_invalid_bytes_the_same_way_for_every_split(data: bytes, cuts: list[int]) -> None:
+def test_text_stream_replaces_invalid_bytes_the_same_way_however_they_are_split(data: bytes, cuts: list[int]) -> None:
     assert "".join(run(data, (), cuts)[0]) == "".join(run(data, (), [])[0])
 
 
-def test_text_stream_drops_an_unfinished_character_at_the_end() -> None:
+def test_text_stream_drops_an_incomplete_character_at_the_end_of_the_text() -> None:
     stream = TextStream()
     assert stream.push("é日".encode()[:-1]) == "é"
     assert stream.flush() == ""
@@ -73,7 +75,7 @@ def test_text_stream_finds_the_longest_stop_string_that_ends_first(
     assert TextStream(stops).push(b"abcd") == StopMatch(text, stop)
 
 
-def test_text_stream_finds_a_stop_string_that_ends_after_the_text_can_stop() -> None:
+def test_text_stream_finds_a_stop_string_that_is_completed_once_stopping_is_allowed() -> None:
     stream = TextStream(("ab", "bc"), keeps_stop=True)
     assert stream.push(b"ab", can_stop=False) == "a"
     assert stream.push(b"c") == StopMatch("bc", "bc")

@@ -52,7 +52,7 @@ def template(family: str) -> Iterator[ChatTemplate]:
     template.close()
 
 
-def test_supported_order_is_derived_from_the_template(template: ChatTemplate, family: str) -> None:
+def test_supported_message_order_is_derived_from_the_template(template: ChatTemplate, family: str) -> None:
     assert template.message_order == ORDERS[family]
 
 
@@ -89,7 +89,7 @@ def test_joined_replies_keep_all_tool_calls() -> None:
     st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=8),
     st.builds(MessageOrder, st.booleans(), st.booleans(), st.booleans()),
 )
-def test_arranging_keeps_all_content_and_the_order_of_turns(roles: list[str], order: MessageOrder) -> None:
+def test_arranging_messages_keeps_all_content_and_the_order_of_turns(roles: list[str], order: MessageOrder) -> None:
     messages = conversation(tuple(roles))
     text = "\n\n".join(message["content"] for message in arrange(messages, order))
     contents = sorted(message["content"] for message in messages)
@@ -110,6 +110,6 @@ def test_started_reply_keeps_the_spaces_that_the_template_keeps() -> None:
     assert Rendered("A: is<end>", "A: is<end>").until("is ").text == "A: is"
 
 
-def test_started_reply_is_refused_when_the_template_changes_it() -> None:
+def test_started_reply_is_rejected_when_the_template_changes_it() -> None:
     with pytest.raises(InvalidRequest, match="chat template changes its content"):
         Rendered("A: IS", "A: IS").until("is")

@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "Read it."}]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_replies_and_the_text_after_them_equal_the_rendered_conversation(name: str) -> None:
+def test_replayed_replies_and_following_text_equal_the_rendered_conversation(name: str) -> None:
     family = FAMILIES[name]
     chat_template = ChatTemplate(family.source, bos="<s>", eos=END, ends=ENDS)
 

@@ -112,7 +112,7 @@ CASES: list[tuple[ReplyFormat, str, Read]] = [
 
 
 @pytest.mark.parametrize(("format_", "text", "expected"), CASES, ids=[repr(case[1]) for case in CASES])
-def test_reply_has_the_same_parts_for_every_split(format_: ReplyFormat, text: str, expected: Read) -> None:
+def test_reply_has_the_same_parts_however_it_is_split(format_: ReplyFormat, text: str, expected: Read) -> None:
     assert read(format_, [text]) == expected
     assert read(format_, list(text)) == expected
     for at in range(len(text)):

@@ -89,7 +89,7 @@ def test_sweep_stays_within_its_limits() -> None:
     assert max(row.setup.n_parallel or 0 for row in sweep.rows) <= 12
 
 
-def test_sweep_starts_no_measurement_that_would_not_end_in_time() -> None:
+def test_sweep_starts_no_measurement_that_would_not_finish_in_time() -> None:
     machine = SimulatedMachine(hills, seconds=10.0)
     sweep = machine.sweep(deadline=45.0)
     chosen = sweep.run()
@@ -122,7 +122,7 @@ def test_sweep_skips_configurations_that_cannot_be_measured() -> None:
     assert SimulatedMachine(lambda setup: 0.0).sweep().run() is None
 
 
-def test_sweep_of_an_embedding_model_tries_only_threads() -> None:
+def test_sweep_of_an_embedding_model_varies_only_threads() -> None:
     sweep = SimulatedMachine(lambda setup: 100.0 / setup.threads).sweep(threads=4, generates=False)
     chosen = sweep.run()
     assert chosen is not None

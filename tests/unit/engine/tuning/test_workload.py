@@ -22,7 +22,7 @@ def test_half_of_the_requests_have_equal_lengths_and_the_other_half_has_a_simila
     assert max(len(prompt) + new for prompt, new in asked) <= LENGTHS.max_tokens
 
 
-def test_a_third_of_the_mixed_requests_shares_a_few_prefixes() -> None:
+def test_a_third_of_the_mixed_requests_share_a_few_prefixes() -> None:
     heads = Counter(prompt[:64] for prompt, _ in requests(LENGTHS, 180, 30_000) if len(prompt) >= 64)
     shared = {head: count for head, count in heads.items() if count > 1}
     assert list(shared.values()) == [10] * NUM_HEADS
@@ -34,7 +34,7 @@ def test_workload_is_reproducible_and_rounds_share_no_prefix() -> None:
     assert not one & other
 
 
-def test_every_slot_is_filled_a_second_time() -> None:
+def test_there_are_enough_requests_to_fill_every_slot_twice() -> None:
     assert [num_requests(slots) for slots in (1, 16, 64)] == [MIN_REQUESTS, 32, 128]
 
 

@@ -16,14 +16,14 @@ def limits(look_ahead: int = 1, **jobs: int) -> JobLimits:
     return JobLimits(jobs or {"a": 4, "b": 2}, look_ahead, lambda: "a")
 
 
-def test_full_model_does_not_reduce_the_capacity_of_other_models() -> None:
+def test_fully_loaded_model_does_not_reduce_the_capacity_of_other_models() -> None:
     full = {A: [1] * 5}
     assert with_capacity(limits().capacity([A, B], full)) == [B]
     assert with_capacity(limits().capacity([A, B], {}, full)) == [B]
     assert with_capacity(limits().capacity([A, B], {A: [1] * 4, B: [1] * 3})) == [A]
 
 
-def test_urgent_jobs_use_the_capacity_of_bulk_jobs_but_not_vice_versa() -> None:
+def test_urgent_jobs_may_use_the_capacity_of_bulk_jobs_but_not_vice_versa() -> None:
     assert with_capacity(limits().capacity([A], {A: [1] * 4})) == [A]
     assert with_capacity(limits().capacity([A], {A: [1] * 4}, {A: [1]})) == []
 
@@ -40,7 +40,7 @@ def test_default_queue_shares_the_capacity_of_the_default_model() -> None:
     assert limits().by_model([B, DEFAULT, A]) == [[B], [DEFAULT, A]]
 
 
-def test_model_can_hold_two_chunks_of_any_weight() -> None:
+def test_worker_can_hold_two_chunks_of_any_weight_per_model() -> None:
     assert with_capacity(limits(look_ahead=2).capacity([A], {}, {A: [100]})) == [A]
     assert with_capacity(limits(look_ahead=2).capacity([A], {}, {A: [100, 100]})) == []
 

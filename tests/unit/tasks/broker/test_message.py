@@ -63,7 +63,7 @@ def test_message_released_with_the_last_event_is_forgotten_without_another_relea
     assert (forgotten, request.acknowledged) == ([request.message], True)
 
 
-def test_celery_reports_a_revoke_before_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_celery_reports_a_revocation_before_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Any] = []
 
     def note(step: str) -> Callable[..., None]:
@@ -78,7 +78,7 @@ def test_celery_reports_a_revoke_before_the_job_ends(monkeypatch: pytest.MonkeyP
     assert steps == [("told", request.id), "settled", ("ended", 7)]
 
 
-def test_revoke_is_not_reported_for_a_job_that_is_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revocation_is_not_reported_for_a_job_that_is_failing(monkeypatch: pytest.MonkeyPatch) -> None:
     request, control = a_request(), JobControl(7)
     monkeypatch.setattr(request.task.backend, "mark_as_revoked", lambda *_, **__: pytest.fail("it is failing"))
     request._apply_result = lambda: control
@@ -88,7 +88,7 @@ def test_revoke_is_not_reported_for_a_job_that_is_failing(monkeypatch: pytest.Mo
     assert control.claim_outcome("failed")
 
 
-def test_job_does_not_fail_once_its_revoke_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_does_not_fail_once_its_revocation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(a_request().task.backend, "mark_as_revoked", lambda *_, **__: None)
     request, control, ended = a_request(on_ack=lambda *_: None), JobControl(7), []
     request._apply_result = lambda: control
@@ -98,7 +98,7 @@ def test_job_does_not_fail_once_its_revoke_is_reported(monkeypatch: pytest.Monke
     assert not control.claim_outcome("failed")
 
 
-def test_revoke_ends_the_job_even_if_celery_fails_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revocation_ends_the_job_even_if_celery_fails_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     request, ended = a_request(), []
 
     def away(*_: Any, **__: Any) -> None:

@@ -72,7 +72,7 @@ def test_terminate_job_interrupts_the_job_with_the_given_number(pool: TaskPool) 
     second.end.set()
 
 
-def test_hard_limit_is_reported_to_celery_and_the_later_result_is_dropped(pool: TaskPool) -> None:
+def test_hard_time_limit_is_reported_to_celery_and_the_later_result_is_dropped(pool: TaskPool) -> None:
     job = Job()
     reported: list[tuple[bool, float]] = []
     arguments: dict[str, Any] = {

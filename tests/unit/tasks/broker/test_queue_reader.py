@@ -111,7 +111,7 @@ def reader(channel: Channel, ledger: Any) -> QueueReader:
     return reader
 
 
-def test_bulk_channel_requests_guaranteed_jobs_although_urgent_jobs_fill_the_worker(ledger: Any) -> None:
+def test_bulk_channel_requests_guaranteed_jobs_even_when_urgent_jobs_fill_the_worker(ledger: Any) -> None:
     channels = Channel(), Channel()
     jobs = JobLimits({"a": 2, "b": 2}, 0, lambda: "a", {"a": 1, "b": 0}.__getitem__)
     make_reader = partial(QueueReader, ledger=ledger, lease_s=10.0, job_limits=lambda: jobs)
@@ -215,7 +215,7 @@ def test_reader_continues_without_permission_to_unblock(
     [(A, [(1, [A, queue_key(A, 3)]), (1, [B, queue_key(B, 3)])]), (B, [(2, [A, queue_key(A, 3)])])],
 )
 @pytest.mark.usefixtures("reader", "delivered")
-def test_page_uses_the_capacity_that_remains_after_the_first_message(
+def test_page_of_messages_uses_the_capacity_that_remains_after_the_first_message(
     channel: Channel, ledger: TakingLedger, queue: str, page: PageLimits
 ) -> None:
     channel.held = {B: [1]}
@@ -235,7 +235,7 @@ def test_messages_of_a_page_are_delivered_after_the_first_message(
 
 
 @pytest.mark.usefixtures("reader")
-def test_message_of_plain_celery_is_delivered_without_a_token(
+def test_message_from_plain_celery_is_delivered_without_a_token(
     channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, Any, str]]
 ) -> None:
     channel.answer = (queue_key(A, 0).encode(), json.dumps({"headers": {"id": "one", TOKEN_HEADER: "t"}}).encode())

@@ -17,9 +17,7 @@ def at(unix_s: float) -> str:
 
 
 @pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
-def test_message_times_are_converted_to_the_clock_of_the_worker(
-    ahead_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_message_times_are_converted_to_the_workers_clock(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1e9)
     sent_at = 1e9 - 5 + ahead_s  # five seconds ago, by a clock that is `ahead_s` fast
     headers = {"id": "j", SUBMITTED_AT_HEADER: sent_at, "eta": at(sent_at + 20), "expires": at(sent_at + 45)}

@@ -16,7 +16,7 @@ from cellama.tasks.contract.errors import RedisRefused
 @pytest.mark.parametrize(
     "error", [ClusterCrossSlotError("Keys in request don't hash to the same slot"), MovedError("3999 127.0.0.1:6381")]
 )
-def test_error_of_a_cluster_names_the_cause(error: Exception) -> None:
+def test_cluster_error_names_the_cause(error: Exception) -> None:
     with pytest.raises(RedisRefused, match="is a node of a Redis Cluster"), reaching_redis():
         raise error
 

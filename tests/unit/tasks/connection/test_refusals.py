@@ -44,7 +44,7 @@ IN_REDIS_6 = "Error running script (call to f_68c): @user_script:31: @user_scrip
         (ResponseError("LOADING as hiredis gives it"), "LOADING"),
     ],
 )
-def test_temporary_refusal_is_recognized_for_each_version_of_redis(error: RedisError, code: str) -> None:
+def test_temporary_refusal_is_recognized_for_each_redis_version(error: RedisError, code: str) -> None:
     refusal = refusal_of(error)
     assert refusal is not None
     assert refusal.code == code
@@ -74,13 +74,13 @@ def test_temporary_refusal_raises_a_retryable_error(code: str, expected: type[Re
     assert raised.value.retryable
 
 
-def test_error_of_a_lost_connection_names_the_job_that_may_be_queued() -> None:
+def test_lost_connection_error_names_the_job_that_may_be_queued() -> None:
     with pytest.raises(RedisUnreachable, match="job a may have been queued") as lost, reaching_redis(job_id="a"):
         raise RedisConnectionError("Connection closed by server.")
     assert lost.value.job_id == "a"
 
 
-def test_error_of_a_failed_connection_does_not_mention_a_queued_job() -> None:
+def test_failed_connection_error_does_not_mention_a_queued_job() -> None:
     redis = connect(f"redis://127.0.0.1:{free_port()}/0")
     with redis, pytest.raises(RedisUnreachable) as refused, reaching_redis(job_id="a"):
         redis.ping()
@@ -88,7 +88,7 @@ def test_error_of_a_failed_connection_does_not_mention_a_queued_job() -> None:
     assert refused.value.job_id == "a"
 
 
-def test_outage_is_logged_once_at_its_start_and_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_once_when_it_starts_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     waits = RedisWaits()
     for waiter in ("the publisher", "the consumer", "the publisher"):

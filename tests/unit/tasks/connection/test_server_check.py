@@ -27,7 +27,7 @@ def test_durable_redis_has_no_problems() -> None:
     assert problems_of({"maxmemory_policy": "noeviction", "aof_enabled": 1}) == []
 
 
-def test_problem_of_eviction_or_missing_persistence_has_a_remedy() -> None:
+def test_check_suggests_a_remedy_for_eviction_or_missing_persistence() -> None:
     evicts, forgets = problems_of({"maxmemory_policy": "allkeys-lru", "aof_enabled": 0})
     assert "maxmemory-policy is allkeys-lru" in evicts
     assert "noeviction" in evicts

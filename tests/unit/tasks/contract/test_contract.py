@@ -120,12 +120,12 @@ def test_payload_accepts_adapters_in_several_formats(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (7, 'it must map adapter names to scales, for example {"pirate": 0.5}'),
+        (7, 'the value must map adapter names to scales, for example {"pirate": 0.5}'),
         (["pirate=much"], "the scale of 'pirate=much' is not a number; write NAME, or NAME=0.5"),
         (["pirate", "pirate=2"], "an adapter is listed twice"),
         ({"pirate": float("nan")}, "adapters.0.1 is nan"),
         ({"pirate": "0.5"}, "adapters.0.1 is '0.5'"),
-        ({"": 1}, "it is empty"),
+        ({"": 1}, "the text is empty"),
     ],
 )
 def test_payload_rejects_invalid_adapters(given: Any, message: str) -> None:
@@ -144,7 +144,7 @@ def test_too_many_texts_are_rejected_with_the_limit() -> None:
     assert len(parse_job(EmbedJob, ("model", "texts"), ("m", texts[1:]), {}).texts) == MAX_TEXTS
 
 
-def test_job_failed_exception_survives_celerys_json() -> None:
+def test_job_failed_exception_survives_celerys_json_serialization() -> None:
     failed = JobFailed("queue_full", "try later", True)
     again = JobFailed(*failed.args)
     assert (again.code, str(again), again.retryable) == ("queue_full", "try later", True)
@@ -169,7 +169,7 @@ def test_queues_have_unique_keys_for_any_model_id() -> None:
 
 
 @pytest.mark.parametrize("model_id", [":other", " a", "a ", "a\x06\x163", "a\n", "a\u2028b", ":"])
-def test_model_ids_that_could_name_lists_of_other_queues_are_rejected(model_id: str) -> None:
+def test_model_ids_that_could_collide_with_other_queues_are_rejected(model_id: str) -> None:
     with pytest.raises(InvalidJob, match="a model id must not contain control characters"):
         parse_job(GenerateJob, ("model", "prompt"), (model_id, "p"), {})
     with pytest.raises(ValidationError, match="id"):

@@ -109,7 +109,7 @@ def nearly_valid(draw: st.DrawFn) -> tuple[type[BaseJob], dict[str, Any]]:
 
 @settings(max_examples=150 * EXAMPLES)
 @given(nearly_valid(), st.dictionaries(TEXT, JSON, max_size=2))
-def test_any_payload_yields_a_job_or_invalid_job(
+def test_any_payload_yields_a_job_or_raises_invalid_job(
     case: tuple[type[BaseJob], dict[str, Any]], more: dict[str, Any]
 ) -> None:
     kind, values = case
@@ -161,7 +161,7 @@ LIMITED = {
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_limit_is_enforced_by_payload_and_engine_and_reported(name: str) -> None:
+def test_limit_is_reported_and_enforced_by_both_payload_and_engine(name: str) -> None:
     def both(value: Any) -> list[str]:
         problems = []
         sampling = {name: value} if name in SamplingParams.__dataclass_fields__ else {}
@@ -231,8 +231,8 @@ def test_rejected_payload_is_freed(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (ChatJob, {"messages": []}, "messages is []: it is empty; provide at least one"),
-        (GenerateJob, {"prompt": []}, "prompt is []: it is empty; provide at least one"),
+        (ChatJob, {"messages": []}, "messages is []: the value is empty; provide at least one"),
+        (GenerateJob, {"prompt": []}, "prompt is []: the value is empty; provide at least one"),
         (
             ChatJob,
             {"messages": [{"role": "usr", "content": "x"}]},

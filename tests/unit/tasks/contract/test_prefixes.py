@@ -57,7 +57,7 @@ def test_first_message_alone_does_not_make_conversations_similar() -> None:
 @pytest.mark.parametrize(
     "parameters", [{"cache_scope": "acme"}, {"adapters": [["pirate", 1.0]]}, {"queue": "cellama:queue:other"}]
 )
-def test_hashes_of_other_scopes_adapters_and_models_differ(parameters: dict[str, Any]) -> None:
+def test_hashes_differ_between_scopes_adapters_and_models(parameters: dict[str, Any]) -> None:
     assert num_shared(hashes(prompt="a" * 2000), hashes(prompt="a" * 2000, **parameters)) == 0
 
 
@@ -91,7 +91,7 @@ def test_invalid_calls_do_not_raise(parameters: dict[str, Any]) -> None:
     assert hashes("unknown", **parameters) == hashes(**parameters)
 
 
-def test_number_of_hashes_is_bounded() -> None:
+def test_number_of_hashes_is_limited() -> None:
     many = hashes("chat", messages=messages(*["a" * 9000] * 200))
     assert len(many) <= 24
     assert many == sorted(many, key=length_of)

@@ -19,12 +19,12 @@ def test_tool_parameters_can_be_a_reference_to_an_object() -> None:
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({"type": "array"}, "its type is 'array'"),
-        ({"$ref": "#/$defs/Tree"}, "its type is None"),
-        ({"$defs": {"Tree": {"type": "string"}}, "$ref": "#/$defs/Tree"}, "its type is 'string'"),
+        ({"type": "array"}, "the schema has type 'array'"),
+        ({"$ref": "#/$defs/Tree"}, "the schema has type None"),
+        ({"$defs": {"Tree": {"type": "string"}}, "$ref": "#/$defs/Tree"}, "the schema has type 'string'"),
         ({"$defs": {"Tree": {**TREE, "required": ["other"]}}, "$ref": "#/$defs/Tree"}, "`required` is not valid"),
         ({"$defs": {"Tree": {**TREE, "properties": []}}, "$ref": "#/$defs/Tree"}, "properties are not valid"),
-        ({"$defs": [], "$ref": ["#"]}, "its type is None"),
+        ({"$defs": [], "$ref": ["#"]}, "the schema has type None"),
     ],
 )
 def test_invalid_tool_parameters_are_rejected(schema: dict[str, Any], problem: str) -> None:

@@ -73,7 +73,7 @@ def test_mailbox_reports_a_new_subscription_before_any_message() -> None:
     with_mailbox(body)
 
 
-def test_failed_mailbox_raises_its_error_on_every_get() -> None:
+def test_failed_mailbox_raises_its_error_on_every_get_call() -> None:
     async def body(box: Mailbox) -> None:
         box.put(b"a")
         box.fail(RuntimeError("closed"))

@@ -69,7 +69,7 @@ ACTIONS = st.sampled_from(["write_events", "lose", "many", "break", "read", "set
 
 
 @given(st.lists(ACTIONS, max_size=12), st.integers(-1, 5))
-def test_stream_yields_each_event_once_in_order_despite_disturbances(actions: list[str], after: int) -> None:
+def test_stream_yields_each_event_once_in_order_despite_faults(actions: list[str], after: int) -> None:
     async def body(server: Server) -> None:
         may_read = asyncio.Semaphore(1)
 
@@ -102,7 +102,7 @@ def test_stream_yields_each_event_once_in_order_despite_disturbances(actions: li
         with_server(body)
 
 
-def test_slow_reader_buffers_a_bounded_number_of_unread_bytes() -> None:
+def test_slow_reader_buffers_a_limited_number_of_unread_bytes() -> None:
     async def body(server: Server) -> None:
         stream = server.streams.events(JOB)
         await server.write_events()
@@ -134,7 +134,7 @@ def test_cancelled_reader_releases_its_channel_and_other_readers_continue() -> N
     with_server(body)
 
 
-def test_many_readers_share_few_round_trips_for_their_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_readers_read_their_journals_in_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Server) -> None:
         trips = []
         monkeypatch.setattr(
@@ -191,7 +191,7 @@ def test_stream_of_an_unknown_job_raises_unknown_job(monkeypatch: pytest.MonkeyP
     with_server(body)
 
 
-def test_stream_after_the_last_event_of_a_finished_job_ends_immediately() -> None:
+def test_stream_that_starts_after_the_last_event_of_a_finished_job_ends_immediately() -> None:
     async def body(server: Server) -> None:
         await server.write_events(6, ends=True)
         for after in (5, 6, 10**6):
@@ -244,7 +244,7 @@ def test_closed_streams_raise_in_their_readers() -> None:
     with_server(body)
 
 
-def test_read_of_a_journal_raises_when_closed_before_it_starts() -> None:
+def test_reading_a_journal_raises_when_the_client_is_closed_before_it_starts() -> None:
     async def body(server: Server) -> None:
         journals = server.streams._journals
         reading = asyncio.create_task(journals.read(JOB, "-"))

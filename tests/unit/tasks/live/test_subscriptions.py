@@ -37,7 +37,7 @@ async def news(box: Mailbox) -> list[bytes] | Signal:
     return await box.get(LATE_S)
 
 
-def test_readers_that_join_together_are_subscribed_with_one_command() -> None:
+def test_readers_that_join_at_the_same_time_are_subscribed_with_one_command() -> None:
     wire = ScriptedWire()
 
     @with_wires(wire)
@@ -84,7 +84,7 @@ def test_channel_is_unsubscribed_when_its_last_reader_leaves() -> None:
         assert wire.channels == set()
 
 
-def test_reader_that_joins_after_the_last_reader_left_waits_for_a_new_subscription() -> None:
+def test_reader_waits_for_a_new_subscription_when_it_joins_after_the_last_reader_left() -> None:
     """An older confirmation does not count, because the channel was unsubscribed after it."""
     wire = ScriptedWire(confirms=False)
 

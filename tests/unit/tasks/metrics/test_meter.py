@@ -36,7 +36,7 @@ def samples(meter: Meter) -> Samples:
     return samples_of(text_of(figures))
 
 
-def test_histogram_counts_a_value_equal_to_a_bound_in_its_bucket() -> None:
+def test_histogram_counts_a_value_equal_to_a_bound_in_the_bucket_of_that_bound() -> None:
     meter = Meter()
     for value in (0.001, 0.0011, 5000.0, -1.0):
         meter.observe(FIRST, value, "m")
@@ -55,7 +55,7 @@ def test_label_value_may_be_any_string(name: str) -> None:
     assert samples(meter)[REQUESTS, frozenset({("model", name), ("finish_reason", "stop")})] == 1
 
 
-def test_figures_reject_metrics_and_labels_missing_in_the_table() -> None:
+def test_figures_reject_metrics_and_labels_missing_from_the_table() -> None:
     figures = Figures()
     figures.add("cellama_invented", 1)
     with pytest.raises(KeyError, match="cellama_invented"):
@@ -66,7 +66,7 @@ def test_figures_reject_metrics_and_labels_missing_in_the_table() -> None:
         text_of(figures)
 
 
-def test_meter_counts_on_several_threads() -> None:
+def test_meter_counts_correctly_on_several_threads() -> None:
     meter = Meter()
 
     def count() -> None:
@@ -105,7 +105,7 @@ def server() -> Iterator[MetricsServer]:
     server.close()
 
 
-def test_server_returns_the_figures(server: MetricsServer) -> None:
+def test_server_returns_the_metrics(server: MetricsServer) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         values = samples_of(answer.read())

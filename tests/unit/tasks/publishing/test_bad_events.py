@@ -66,7 +66,7 @@ def test_unwritable_event_ends_only_its_attempt(odd: Any) -> None:
     assert [event["type"] for event in ledger.journal("b")] == ["token", "done"]
 
 
-def test_unconvertible_event_ends_its_attempt_after_the_gathered_tokens() -> None:
+def test_unconvertible_event_ends_its_attempt_after_gathered_tokens_are_written() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     stream = publisher.open_job("a", streams=False)

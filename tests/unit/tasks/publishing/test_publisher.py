@@ -27,7 +27,7 @@ from ....conftest import PATIENCE_S, wait_until
 from .memory_ledger import COMPLETION, MemoryLedger, publisher_of
 
 
-def test_publisher_numbers_each_attempt_separately_and_resolves_its_end() -> None:
+def test_publisher_numbers_events_of_each_attempt_separately_and_stores_its_outcome() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ends = [publisher.open_job("a"), publisher.open_job("b", 3, next_seq=5)]
@@ -169,7 +169,7 @@ def test_publisher_retries_events_that_redis_did_not_accept() -> None:
     assert [e["seq"] for e in ledger.journal("a")] == [0]
 
 
-def test_failed_publisher_ends_the_process() -> None:
+def test_process_exits_when_the_publisher_fails() -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     publisher = publisher_of(MemoryLedger(ZeroDivisionError()))
     Watchdog(end=reasons.put).watch(publisher.pulse)
@@ -247,7 +247,7 @@ def test_idle_publisher_does_not_keep_the_last_result_in_memory() -> None:
     assert publisher.close()
 
 
-def test_celery_gets_the_end_with_the_last_event_unless_the_job_fails() -> None:
+def test_celery_receives_the_outcome_with_the_last_event_unless_the_job_fails() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ways = {
@@ -272,7 +272,7 @@ def test_celery_gets_the_end_with_the_last_event_unless_the_job_fails() -> None:
     assert [way.result is not None for way in ways.values()] == [True, False, False]
 
 
-def test_job_end_contains_contexts_but_line_end_does_not() -> None:
+def test_last_event_of_a_job_contains_contexts_but_last_event_of_a_line_does_not() -> None:
     context = Context(b"an identity", (), "", (5, 6, 7), (1, 2))
     done = replace(COMPLETION, context=context, alternatives=(replace(COMPLETION, index=1, context=context),))
     ledger = MemoryLedger()

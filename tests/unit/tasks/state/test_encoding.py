@@ -20,7 +20,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda values: st.lists(values, max_size=3)))
-def test_encode_equals_json_dumps(value: Any) -> None:
+def test_encode_produces_the_same_json_as_json_dumps(value: Any) -> None:
     assert json.loads(encode(value)) == value
 
 
@@ -50,14 +50,14 @@ def test_entry_above_the_size_limit_is_rejected() -> None:
 
 
 @given(arrays(np.float32, st.integers(1, 40), elements=st.floats(-1, 1, width=32)))
-def test_numbers_of_unit_vectors_have_eight_exact_decimals(vector: Any) -> None:
+def test_numbers_in_unit_vectors_have_eight_exact_decimals(vector: Any) -> None:
     stored = json.loads(as_list(vector, unit=True).json)
     assert np.abs(np.array(stored) - vector.astype("f8")).max() <= 0.5e-8 + 1e-15
     assert stored == [float(f"{value:.8f}") for value in np.asarray(stored)]
 
 
 @given(arrays(np.float32, (3, 5), elements=FLOATS), st.booleans())
-def test_numbers_of_other_vectors_are_exact(vectors: Any, unit: bool) -> None:
+def test_numbers_in_other_vectors_are_exact(vectors: Any, unit: bool) -> None:
     scaled = vectors * np.float32(0.5) + np.float32(20)
     stored = json.loads(as_list(scaled, unit=unit).json)
     assert np.array_equal(np.array(stored, dtype=np.float32), scaled)

@@ -42,7 +42,7 @@ def test_provenance_contains_the_adapters_of_the_job_or_the_default_adapters() -
     assert [name for name, _, _ in chunk.adapters] == ["a", "b"]
 
 
-def test_provenance_matches_only_equal_files() -> None:
+def test_provenance_matches_only_identical_files() -> None:
     begun = provenance_of(model(adapter("a")), None)
     assert begun.is_in(model(adapter("x"), adapter("a", scale=0.1)))
     assert not begun.is_in(model())
@@ -71,7 +71,7 @@ def test_job_can_continue_if_a_worker_has_or_loads_its_model_and_adapters() -> N
     assert not may_be_served([worker(full)], ":default", begun)
 
 
-def test_version_of_llguidance_survives_the_journal_when_the_text_is_constrained() -> None:
+def test_llguidance_version_survives_the_journal_when_the_text_is_constrained() -> None:
     for version in ("1.9.1", None):
         begun = replace(provenance_of(model(), None), llguidance=version)
         assert ("llguidance" in begun.fields()) == (version is not None)
@@ -91,7 +91,7 @@ def test_constrained_job_continues_only_on_a_worker_with_its_llguidance_version(
     assert all(may_be_served([one], "m", Provenance("sha")) for one in workers.values())
 
 
-def test_error_of_a_constrained_job_names_both_versions() -> None:
+def test_constrained_job_error_names_both_llguidance_versions() -> None:
     error = grammar_changed(Provenance("sha", llguidance="1.9.1"), "2.0.0")
     assert (error.code, error.retryable, error.http_status) == ("grammar_changed", True, 409)
     assert "llguidance 1.9.1" in str(error)

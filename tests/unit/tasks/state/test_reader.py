@@ -48,7 +48,7 @@ def test_cursor_yields_each_event_once_in_order_when_messages_are_lost(
     assert [e["seq"] for e in got] == list(range(after + 1, last + 1))
 
 
-def test_cursor_returns_published_events_without_the_journal() -> None:
+def test_cursor_returns_published_events_without_reading_the_journal() -> None:
     cursor = EventCursor("j")
     assert cursor.from_page(page([entry(0)])) == [event(0)]
     assert cursor.from_message(message(0)) == []
@@ -119,7 +119,9 @@ def ended_job(last: int = 5, journal: bool = True, entry: bool = True) -> fakere
 
 @pytest.mark.parametrize("after", [5, 6, 10**6])
 @pytest.mark.parametrize(("journal", "entry"), [(True, True), (True, False), (False, True)])
-def test_stream_after_the_last_event_of_a_finished_job_ends_immediately(after: int, journal: bool, entry: bool) -> None:
+def test_stream_that_starts_after_the_last_event_of_a_finished_job_ends_immediately(
+    after: int, journal: bool, entry: bool
+) -> None:
     redis = ended_job(journal=journal, entry=entry)
     assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # without waiting
 

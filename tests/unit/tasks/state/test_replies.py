@@ -85,7 +85,7 @@ def test_reply_is_not_found_when_the_conversation_changed(
     assert (found.replies, changed.change_since(found.latest)) == ({}, (cause, message))
 
 
-def test_reply_is_not_found_with_other_reasoning_tools_options_or_scopes(redis: FakeRedis) -> None:
+def test_reply_is_not_found_with_different_reasoning_tools_options_or_scopes(redis: FakeRedis) -> None:
     turns = [*HEAD, REPLY, RESULT]
     found = conversation([*HEAD, {**REPLY, "reasoning": "No."}, RESULT]).find(redis)
     assert (found.replies, found.edited) == ({}, 2)
@@ -129,7 +129,7 @@ def test_reply_of_a_branch_does_not_replace_the_latest_context_of_the_conversati
     assert latest.key == "cd" * 32
 
 
-def test_reply_is_not_stored_when_its_job_has_other_tools_than_its_parent(redis: FakeRedis) -> None:
+def test_reply_is_not_stored_when_its_job_has_different_tools_than_its_parent(redis: FakeRedis) -> None:
     reply = ({"role": "assistant", "content": "Done."}, "cd" * 32)
     assert after(redis, [RESULT]).records([reply], None, 0)
     assert after(redis, [RESULT], tools=[]).records([reply], None, 0) == []

@@ -33,7 +33,7 @@ def options(*job_ids: str, **headers: str) -> list[dict[str, Any]]:
     return [{"task_id": job_id, "queue": "q", "headers": dict(headers)} for job_id in job_ids]
 
 
-def test_traces_import_nothing_and_add_no_header_when_disabled() -> None:
+def test_disabled_traces_import_nothing_and_add_no_header() -> None:
     code = """
 import sys
 from cellama.tasks.traces.gate import sending, tracing
@@ -80,7 +80,7 @@ def test_service_name_is_cellama_unless_configured(monkeypatch: pytest.MonkeyPat
     assert spans.make_provider().resource.attributes["service.name"] == "mine"
 
 
-def test_jobs_sent_together_share_the_context_of_one_span(spans: Spans) -> None:
+def test_jobs_sent_together_share_the_trace_context_of_one_span(spans: Spans) -> None:
     jobs = options("a", "b")
     with sending(jobs):
         pass

@@ -66,7 +66,7 @@ def finished(made: AttemptContext, completion: Completion | None = COMPLETION, l
     return Finished(made.record.run_id + line, completion, error)
 
 
-def test_request_span_has_the_times_reported_by_the_engine(spans: Spans, traces: Tracing) -> None:
+def test_request_span_contains_the_times_reported_by_the_engine(spans: Spans, traces: Tracing) -> None:
     made = attempt(max_tokens=5)
     run(traces, made, finished(made))
     process, request = spans.one("process q"), spans.one("text_completion m")
@@ -91,7 +91,7 @@ def test_request_span_has_the_times_reported_by_the_engine(spans: Spans, traces:
     assert "a secret" not in str([dict(span.attributes) for span in spans.all])
 
 
-def test_spans_include_contents_when_enabled(spans: Spans, settings_environment: Any) -> None:
+def test_spans_include_prompts_and_outputs_when_enabled(spans: Spans, settings_environment: Any) -> None:
     settings_environment(traces="true", trace_contents="true")
     traces = gate.tracing()
     assert traces is not None
@@ -108,7 +108,7 @@ def test_spans_include_contents_when_enabled(spans: Spans, settings_environment:
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_attempt_links_to_the_previous_attempt_and_adds_its_span_when_lost(
+def test_attempt_links_to_the_previous_attempt_and_adds_the_span_of_a_lost_attempt(
     spans: Spans, traces: Tracing, is_lost: bool
 ) -> None:
     before = Earlier(new_run(), 1.5, 0.5, is_lost, "old@host 12 1.0")
@@ -167,7 +167,7 @@ def test_job_without_a_slot_gets_a_span_from_its_result(spans: Spans, traces: Tr
     assert spans.one("embeddings m").attributes["gen_ai.usage.input_tokens"] == 9
 
 
-def test_attempts_of_a_job_without_producer_span_share_one_trace(spans: Spans, traces: Tracing) -> None:
+def test_attempts_of_a_job_without_a_producer_span_share_one_trace(spans: Spans, traces: Tracing) -> None:
     for number in (1, 2):
         made = attempt(number)
         made.headers = {}
@@ -185,7 +185,7 @@ def test_unsampled_attempts_export_no_spans(spans: Spans, traces: Tracing) -> No
     assert spans.all == []
 
 
-def test_invalid_request_end_loses_a_span_but_no_events(spans: Spans, traces: Tracing) -> None:
+def test_only_the_span_is_lost_when_the_end_of_a_request_is_invalid(spans: Spans, traces: Tracing) -> None:
     made = attempt(task=TASK_CHUNK, lines=[])
     run(traces, made, finished(made, line="\x1f3"))
     assert [span.name for span in spans.all] == ["queue", "process q"]

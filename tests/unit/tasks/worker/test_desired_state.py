@@ -104,7 +104,7 @@ def test_corrections_produce_the_desired_state_and_start_with_unloads() -> None:
 
 
 @pytest.mark.parametrize("model", [SECOND, SECOND.model_copy(update={"hub_token": "hidden", "default": True})])
-def test_entry_is_read_as_written_and_contains_no_secrets(model: ModelSettings) -> None:
+def test_entry_is_unchanged_after_writing_and_reading_and_contains_no_secrets(model: ModelSettings) -> None:
     text = Override(at=1.5, model=model).text()
     assert "hidden" not in text
     assert override_of(model_key("second"), text) == Override(at=1.5, model=SECOND)
@@ -137,7 +137,7 @@ def test_entry_that_does_not_match_its_key_is_rejected(value: Any) -> None:
         override_of(model_key("second"), json.dumps(value))
 
 
-def test_entry_of_a_worker_overrides_its_pool_and_applies_to_no_other_worker() -> None:
+def test_worker_entry_overrides_its_pool_and_applies_to_no_other_worker() -> None:
     redis = fakeredis.FakeRedis()
     one, two = (DesiredStateRecord(redis, "p", name) for name in ("one", "two"))
     one.write(model_key("second"), Override(model=SECOND), whole_pool=True)
@@ -148,7 +148,7 @@ def test_entry_of_a_worker_overrides_its_pool_and_applies_to_no_other_worker() -
     assert one.read()[model_key("second")][1] == "pool"
 
 
-def test_record_lost_by_redis_is_restored_from_the_last_read() -> None:
+def test_record_that_redis_lost_is_restored_from_the_last_read() -> None:
     redis = fakeredis.FakeRedis()
     record = DesiredStateRecord(redis, "p", "one")
     record.write(model_key("second"), Override(model=SECOND), whole_pool=True)
@@ -158,7 +158,7 @@ def test_record_lost_by_redis_is_restored_from_the_last_read() -> None:
     assert DesiredStateRecord(redis, "p", "two").read() == known
 
 
-def test_invalid_entries_are_ignored_and_old_notes_are_removed() -> None:
+def test_invalid_entries_are_ignored_and_outdated_notes_are_removed() -> None:
     redis = fakeredis.FakeRedis()
     now = time.time()
     fields: dict[Any, Any] = {
@@ -174,7 +174,7 @@ def test_invalid_entries_are_ignored_and_old_notes_are_removed() -> None:
     assert not redis.hexists(POOL, field_of(model_key("old")).decode())
 
 
-def test_entries_of_adapters_are_removed_with_their_model() -> None:
+def test_adapter_entries_are_removed_with_their_model() -> None:
     record = DesiredStateRecord(fakeredis.FakeRedis(), "p", "one")
     record.write(model_key("second"), Override(model=SECOND), whole_pool=True)
     record.write(adapter_key("second", "pirate"), Override(adapter=PIRATE), whole_pool=True)
@@ -183,7 +183,7 @@ def test_entries_of_adapters_are_removed_with_their_model() -> None:
     assert [*record.read()] == [model_key("second")]
 
 
-def test_load_is_refused_after_it_repeatedly_crashed_the_process() -> None:
+def test_model_load_is_refused_after_it_repeatedly_crashed_the_process() -> None:
     redis = fakeredis.FakeRedis()
     key = model_key("second")
     for _ in range(MAX_CRASHED_LOADS):

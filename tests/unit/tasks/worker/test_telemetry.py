@@ -73,7 +73,7 @@ def report(engine: Engine, hook: Hook | None, logged: Logged = "off", times: int
     relay.close()
 
 
-def test_hook_receives_typed_events_with_model_and_worker(engine: Engine) -> None:
+def test_hook_receives_typed_events_that_name_the_model_and_worker(engine: Engine) -> None:
     events: list[Stats] = []
     report(engine, events.append)
     assert {(event.model, event.worker) for event in events} == {("mine", "w@host")}

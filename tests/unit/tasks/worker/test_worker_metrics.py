@@ -64,7 +64,7 @@ def test_requests_are_counted_by_finish_reason_and_bucket(metrics: Metrics) -> N
     assert value(figures, "vllm:e2e_request_latency_seconds_count", **m) == 3
 
 
-def test_request_with_several_completions_lasts_until_its_last_completion(metrics: Metrics) -> None:
+def test_request_duration_extends_to_the_last_of_several_completions(metrics: Metrics) -> None:
     event = finished("stop")
     assert event.completion is not None
     later = replace(event.completion, index=1, timings=replace(event.completion.timings, duration_ms=2300.0))

@@ -77,7 +77,7 @@ def test_output_files_are_replaced_when_gateway_died_while_storing_them(run_worl
     run_world(scenario)
 
 
-def test_driver_changes_nothing_and_next_driver_resumes_when_lease_is_lost(run_world: RunWorld) -> None:
+def test_driver_that_lost_its_lease_changes_nothing_and_next_driver_resumes(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         batch_id = (await world.create_batch("a", "b"))["id"]
         driver, held = await world.driver(batch_id)
@@ -171,7 +171,7 @@ def test_batch_fails_when_its_input_file_is_deleted(run_world: RunWorld) -> None
     run_world(scenario)
 
 
-def test_output_parts_contain_new_output_and_are_used_when_record_lists_the_parts(run_world: RunWorld) -> None:
+def test_output_parts_contain_new_output_and_are_downloaded_when_listed_in_the_record(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         output = world.folder / "output"
         output.write_bytes(b"first\n")
@@ -188,7 +188,7 @@ def test_output_parts_contain_new_output_and_are_used_when_record_lists_the_part
     run_world(scenario)
 
 
-def test_parts_are_stored_at_growing_intervals(store: FileStore) -> None:
+def test_output_parts_are_stored_at_increasing_intervals(store: FileStore) -> None:
     now, saved_at = 0.0, [0.0]
     schedule = Parts(store, "batch_1", clock=lambda: now)
     while now < 3600:
@@ -217,7 +217,7 @@ def test_running_batch_does_not_use_upload_threads(run_world: RunWorld) -> None:
 
 
 @pytest.mark.parametrize("store", ["directory"], indirect=True)
-def test_batch_fails_without_naming_paths_when_run_cannot_resume(run_world: RunWorld) -> None:
+def test_batch_error_contains_no_paths_when_run_cannot_resume(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         batch_id = (await world.create_batch("a"))["id"]
         folder = run_directory(world.store, batch_id)
@@ -231,7 +231,7 @@ def test_batch_fails_without_naming_paths_when_run_cannot_resume(run_world: RunW
     run_world(scenario)
 
 
-def test_run_span_is_child_of_the_request_that_created_the_batch(run_world: RunWorld, spans: Spans) -> None:
+def test_run_span_is_a_child_of_the_request_that_created_the_batch(run_world: RunWorld, spans: Spans) -> None:
     async def scenario(world: World) -> None:
         with trace_span("request", {}):
             batch_id = (await world.create_batch("a", window_s=-1))["id"]

@@ -104,7 +104,7 @@ def test_settings_limit_file_size_lines_and_open_batches(start: Start) -> None:
     assert create_batch(client, lines_of([request("a")]), OTHER).status_code == 200
 
 
-def test_batch_is_the_same_when_request_is_repeated_with_its_idempotency_key(start: Start) -> None:
+def test_repeated_request_with_same_idempotency_key_returns_the_same_batch(start: Start) -> None:
     client = start(gateway_batches_at_once=0)
     file_id = upload(client, lines_of([request("a")])).json()["id"]
     first, again = (create_batch_of(client, file_id, **{"idempotency-key": "k"}) for _ in range(2))
@@ -125,7 +125,7 @@ def test_batch_is_the_same_when_request_is_repeated_with_its_idempotency_key(sta
         ({"expires_after[seconds]": "3600"}, "expires_after"),
     ],
 )
-def test_upload_names_the_field_when_it_is_invalid(start: Start, fields: dict[str, str], param: str) -> None:
+def test_upload_error_names_the_invalid_field(start: Start, fields: dict[str, str], param: str) -> None:
     answer = upload(start(), b"{}", **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -140,7 +140,7 @@ def test_id_returns_404_when_it_is_part_of_another_redis_key(start: Start) -> No
 @pytest.mark.parametrize(
     ("query", "status"), [("limit=0", 400), ("limit=101", 400), ("order=up", 400), ("after=x", 404)]
 )
-def test_list_is_rejected_when_its_query_is_invalid(start: Start, query: str, status: int) -> None:
+def test_list_request_is_rejected_when_its_query_is_invalid(start: Start, query: str, status: int) -> None:
     assert start().get(f"/v1/batches?{query}", headers=ACME).status_code == status
 
 
@@ -159,7 +159,7 @@ def refused(answer: Any) -> bool:
     return True
 
 
-def test_upload_is_rejected_when_quota_of_tenant_is_exceeded(start: Start, tmp_path: Path) -> None:
+def test_upload_is_rejected_when_it_exceeds_the_tenants_quota(start: Start, tmp_path: Path) -> None:
     client = start(gateway_tenant_file_bytes=2000, gateway_tenant_files=3)
     first = upload(client, b"x" * 900).json()["id"]
     upload(client, b"x" * 900)

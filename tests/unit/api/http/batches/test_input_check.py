@@ -60,7 +60,7 @@ def errors_of(*lines: bytes, max_lines: int = 200) -> list[tuple[Any, Any, Any]]
         (line(body={"model": "tiny", "cache_scope": "acme"}), "invalid_request", "body.cache_scope"),
     ],
 )
-def test_check_reports_number_of_each_invalid_line(bad: bytes, code: str, param: str | None) -> None:
+def test_check_reports_the_line_number_of_each_invalid_line(bad: bytes, code: str, param: str | None) -> None:
     assert errors_of(line("first"), b"\n", bad, line("last")) == [(code, param, 3)]
 
 

@@ -42,7 +42,7 @@ def test_lease_is_neither_renewed_nor_released_when_another_gateway_holds_it(run
     run(scenario)
 
 
-def test_lease_is_not_held_shortly_before_it_expires(run: Run) -> None:
+def test_lease_no_longer_counts_as_held_shortly_before_it_expires(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         now = [100.0]
         lease = GatewayLease(redis, "batch_1", LEASE_S, lambda: now[0])

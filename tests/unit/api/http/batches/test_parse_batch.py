@@ -12,7 +12,7 @@ from cellama.api.http.errors import ApiError
 BODY: dict[str, Any] = {"input_file_id": "file-1", "endpoint": "/v1/embeddings", "completion_window": "24h"}
 
 
-def test_parse_batch_returns_all_members_of_body() -> None:
+def test_parse_batch_returns_all_fields_of_the_body() -> None:
     after = {"anchor": "created_at", "seconds": 3600}
     order = parse_batch({**BODY, "metadata": {"a": "b"}, "output_expires_after": after})
     assert (order.window_s, order.metadata, order.output_life_s) == (86_400, {"a": "b"}, 3600)
@@ -38,7 +38,7 @@ def test_parse_batch_returns_all_members_of_body() -> None:
         ({"webhook": 1}, "webhook"),
     ],
 )
-def test_parse_batch_names_the_member_when_it_is_invalid(changed: dict[str, Any], param: str) -> None:
+def test_parse_batch_error_names_the_invalid_field(changed: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as raised:
         parse_batch({**BODY, **changed})
     assert (raised.value.status, raised.value.param) == (400, param)

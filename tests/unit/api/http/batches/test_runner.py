@@ -28,7 +28,7 @@ def settings_of(world: World, **changed: Any) -> Settings:
     )
 
 
-def test_batch_is_driven_only_by_gateways_with_its_store(run_world: RunWorld) -> None:
+def test_batch_is_driven_only_by_gateways_that_use_its_file_store(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         batch_id = (await world.create_batch("a", window_s=-1))["id"]
         blind = BatchRunner(settings_for(world.settings.redis_url, world.folder))
@@ -143,7 +143,7 @@ def test_batch_in_another_store_does_not_stop_a_driver(run_world: RunWorld) -> N
     run_world(scenario)
 
 
-def test_files_of_batch_are_deleted_when_its_driver_died_at_the_end(run_world: RunWorld) -> None:
+def test_batch_files_are_deleted_when_the_driver_died_before_deleting_them(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         batch = await world.create_batch("a")
         folder = run_directory(world.store, batch["id"])
@@ -159,7 +159,7 @@ def test_files_of_batch_are_deleted_when_its_driver_died_at_the_end(run_world: R
     run_world(scenario)
 
 
-def test_sweep_deletes_unchanged_directories_of_ended_batches(run_world: RunWorld) -> None:
+def test_sweep_deletes_unchanged_directories_of_finished_batches(run_world: RunWorld) -> None:
     def folder(world: World, batch_id: str, changed_at: float | None) -> Path:
         made = run_directory(world.store, batch_id)
         made.mkdir(parents=True)

@@ -40,7 +40,7 @@ def test_view_has_the_format_that_openai_client_expects(run: Run) -> None:
     assert batch.request_counts.total == 0
 
 
-def test_create_returns_same_batch_for_key_and_409_for_different_body(run: Run) -> None:
+def test_create_returns_same_batch_for_idempotency_key_but_409_for_different_body(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         batches = service_of(redis)
         first = await batches.create(ORDER, ACME, '["acme", "k"]')
@@ -68,7 +68,7 @@ def test_create_returns_429_when_tenant_has_too_many_open_batches(run: Run) -> N
     run(scenario)
 
 
-def test_either_cancellation_or_end_takes_effect_when_both_coincide(run: Run) -> None:
+def test_only_one_of_cancellation_and_completion_takes_effect_when_both_coincide(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         batches = service_of(redis)
         record = await batches.create(ORDER, ACME, None)
@@ -86,7 +86,7 @@ def test_either_cancellation_or_end_takes_effect_when_both_coincide(run: Run) ->
     run(scenario)
 
 
-def test_only_the_end_of_a_batch_is_announced(run: Run) -> None:
+def test_batch_is_announced_only_when_it_ends(run: Run) -> None:
     async def scenario(redis: Redis) -> list[Any]:
         batches = service_of(redis)
         record = await batches.create(ORDER, ACME, None)

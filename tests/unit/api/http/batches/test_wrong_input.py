@@ -163,7 +163,7 @@ def test_endpoints_return_404_for_unknown_ids(client: TestClient, method: str, p
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
 @pytest.mark.parametrize("query", ["limit=a", "limit=-1", "limit=1e3", "limit=" + "9" * 5000, "order=%ff"])
-def test_list_names_the_parameter_when_it_is_invalid(client: TestClient, path: str, query: str) -> None:
+def test_list_error_names_the_invalid_parameter(client: TestClient, path: str, query: str) -> None:
     raised = refusal(client.get(f"{path}?{query}"))
     assert isinstance(raised, errors.BadRequestError)
     assert raised.param == query.partition("=")[0]
@@ -171,7 +171,7 @@ def test_list_names_the_parameter_when_it_is_invalid(client: TestClient, path: s
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
 @pytest.mark.parametrize("after", ["none", "%00", "%ff", "x" * 5000])
-def test_list_returns_404_after_an_unknown_id(client: TestClient, path: str, after: str) -> None:
+def test_list_returns_404_when_the_after_id_is_unknown(client: TestClient, path: str, after: str) -> None:
     assert isinstance(refusal(client.get(f"{path}?after={after}")), errors.NotFoundError)
 
 

@@ -32,7 +32,7 @@ def test_only_the_last_turn_is_running() -> None:
     assert chat.without_last().running is None
 
 
-def test_oversized_chat_is_refused_with_its_size_and_the_limit() -> None:
+def test_oversized_chat_is_rejected_with_its_size_and_the_limit() -> None:
     chat = ConsoleChat(id="c").with_turn(turn("x", "y" * (MAX_CHAT_BYTES - 1000), status="done"))
     assert chat.with_turn(turn("z")).turns[-1].text == "z"
     with pytest.raises(ApiError, match=rf"limit is {MAX_CHAT_BYTES}; start a new chat") as refused:

@@ -39,6 +39,6 @@ def test_fragment_is_rendered_when_its_content_or_viewer_changes() -> None:
     assert requested(EMPTY, etag, root_path="/llm").status_code == 200
 
 
-def test_age_text_has_one_unit() -> None:
+def test_age_is_shown_in_one_unit() -> None:
     ages = {-1: "0 s ago", 0.4: "0 s ago", 12: "12 s ago", 200: "3 min ago", 7500: "2 h ago", 90000: "1 d ago"}
     assert {age: age_text(age) for age in ages} == ages

@@ -53,7 +53,7 @@ def test_text_lines_and_single_columns_do_not_need_a_template(tmp_path: Path) ->
         (b"a\n1\n", {"endpoint": "/v1/images"}, "endpoint is '/v1/images'"),
     ],
 )
-def test_unusable_tables_are_refused_with_a_remedy(
+def test_unusable_tables_are_rejected_with_a_remedy(
     tmp_path: Path, content: bytes, fields: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
@@ -62,7 +62,7 @@ def test_unusable_tables_are_refused_with_a_remedy(
     assert message in refused.value.message
 
 
-def test_large_tables_are_refused(tmp_path: Path) -> None:
+def test_oversized_tables_are_rejected(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(MAX_TABLE_BYTES + 1)
     with pytest.raises(ApiError, match="use `cellama batch run`") as refused:

@@ -79,7 +79,7 @@ def test_put_first_keeps_existing_contents(store: FileStore) -> None:
     assert b"".join(blocks_of(store.open("a/b"))) == b"one"
 
 
-def test_gateways_agree_when_they_write_a_store_id_concurrently(tmp_path: Path) -> None:
+def test_gateways_agree_on_a_store_id_when_they_write_it_concurrently(tmp_path: Path) -> None:
     """Otherwise, batches of one gateway would name a store that no gateway has."""
     for number in range(20):
         moment, place = threading.Barrier(4), tmp_path / str(number)
@@ -151,7 +151,7 @@ def test_expired_file_returns_404_immediately_and_is_deleted_by_sweep(run: Run, 
     run(scenario)
 
 
-def test_sweep_deletes_old_contents_when_redis_has_lost_their_record(run: Run, tmp_path: Path, local: Path) -> None:
+def test_sweep_deletes_old_files_when_redis_has_lost_their_record(run: Run, tmp_path: Path, local: Path) -> None:
     async def scenario(redis: Redis) -> None:
         store = DirectoryStore(tmp_path / "store")
         files = FileService(store, redis)
@@ -223,7 +223,7 @@ def test_url_store_converts_all_errors_to_oserror(tmp_path: Path, local: Path) -
             call()
 
 
-def test_index_of_tenant_drops_entries_older_than_any_record(run: Run) -> None:
+def test_tenant_index_drops_entries_older_than_any_record(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         records = RecordStore(redis, "file")
         for number, created_at in enumerate((1000, 2000, 1500 + MAX_LIFE_S)):

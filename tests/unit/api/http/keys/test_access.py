@@ -45,7 +45,7 @@ async def refusal(awaited: Awaitable[Any]) -> ApiError:
     return raised.value
 
 
-def test_caller_has_tenant_and_rights_of_the_key(run: Run) -> None:
+def test_caller_has_the_tenant_and_rights_of_its_key(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         key, entry = await stored(redis, tenant="acme", models=["tiny"], priority="flex")
         for headers in (bearer(key), {"x-api-key": key.text}):
@@ -95,7 +95,7 @@ HOSTILE: list[Callable[[KeyText], Mapping[str, str]]] = [
 
 
 @pytest.mark.parametrize("headers_of", HOSTILE)
-def test_invalid_key_is_rejected_with_a_remedy_and_without_a_copy_of_the_key(
+def test_invalid_key_error_contains_a_remedy_but_not_the_key(
     run: Run, headers_of: Callable[[KeyText], Mapping[str, str]]
 ) -> None:
     async def scenario(redis: Redis) -> None:
@@ -147,7 +147,7 @@ def test_last_use_of_a_key_is_recorded(run: Run) -> None:
     run(scenario)
 
 
-def test_last_use_of_deleted_keys_is_deleted(run: Run, tmp_path: Path) -> None:
+def test_last_use_time_of_deleted_keys_is_deleted(run: Run, tmp_path: Path) -> None:
     path, (in_file, entry) = tmp_path / "keys.toml", key_and_entry()
     path.write_text(as_toml(entry))
 
@@ -164,7 +164,7 @@ def test_last_use_of_deleted_keys_is_deleted(run: Run, tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_key_returns_403_for_other_models_and_adapters(run: Run) -> None:
+def test_key_returns_403_for_models_and_adapters_that_it_does_not_allow(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         key, _ = await stored(redis, models=["tiny"], adapters=["pirate"])
         caller = await KeyAccess(redis).authenticate(bearer(key))
@@ -218,7 +218,7 @@ def test_rate_limit_headers_and_errors_have_the_formats_that_clients_expect(run:
     run(scenario)
 
 
-def test_unused_tokens_are_returned_when_request_ends(run: Run) -> None:
+def test_unused_reserved_tokens_are_returned_when_request_ends(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         key, _ = await stored(redis, tokens_per_minute=100)
         access = KeyAccess(redis)
@@ -322,7 +322,7 @@ def test_gateway_rejects_all_requests_when_redis_is_unreachable(
 ) -> None:
     settings_environment(redis_url="redis://127.0.0.1:1/0")
     access = key_access(get_settings(), "0.0.0.0")
-    assert "API keys not checked" in caplog.text
+    assert "API keys not read" in caplog.text
     assert asyncio.run(refusal(access.authenticate({}))).status == 503
 
 

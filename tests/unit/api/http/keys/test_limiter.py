@@ -94,7 +94,7 @@ def test_tokens_beyond_the_reservation_count_when_request_ends_after_its_window(
     run(scenario)
 
 
-def test_request_above_the_whole_limit_is_rejected_permanently(run: Run) -> None:
+def test_request_that_exceeds_the_whole_limit_is_rejected_permanently(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, tokens_per_minute=100)
         assert [await setup.verdict(101), await setup.verdict(100)] == ["too large", "in"]
@@ -102,7 +102,7 @@ def test_request_above_the_whole_limit_is_rejected_permanently(run: Run) -> None
     run(scenario)
 
 
-def test_job_lease_ends_when_its_job_or_gateway_ends(run: Run) -> None:
+def test_job_lease_ends_when_its_job_ends_or_its_gateway_dies(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, concurrent_jobs=2)
         first, _ = await setup.admit()
@@ -176,7 +176,7 @@ def test_lease_is_deleted_when_it_is_renewed_while_its_job_ends(run: Run) -> Non
     run(scenario)
 
 
-def test_request_counts_once_when_call_is_repeated_after_lost_answer(run: Run, monkeypatch: Any) -> None:
+def test_request_counts_once_when_call_is_repeated_after_a_lost_reply(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "same"}))
 
     async def scenario(redis: Redis) -> None:
@@ -188,7 +188,7 @@ def test_request_counts_once_when_call_is_repeated_after_lost_answer(run: Run, m
     run(scenario)
 
 
-def test_all_redis_keys_of_limits_have_a_ttl(run: Run) -> None:
+def test_all_redis_keys_for_limits_have_a_ttl(run: Run) -> None:
     async def scenario(redis: Redis) -> None:
         setup = LimiterSetup(redis, requests_per_minute=5, tokens_per_minute=100, concurrent_jobs=5)
         reserved, _ = await setup.admit(10)

@@ -46,7 +46,7 @@ def http_status(raised: pytest.ExceptionInfo[ApiError]) -> int:
     return raised.value.status
 
 
-def test_create_returns_first_record_for_key_and_record_expires(run: Any, redis: Redis) -> None:
+def test_create_returns_the_first_record_for_an_idempotency_key_and_sets_its_expiry(run: Any, redis: Redis) -> None:
     async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         first = await records.create(record(digest="a"))
@@ -90,7 +90,7 @@ def test_record_returns_404_when_caller_may_not_use_its_model(run: Any) -> None:
     run(scenario)
 
 
-def test_withdraw_deletes_record_and_keeps_job(run: Any, redis: Redis) -> None:
+def test_withdraw_deletes_the_record_but_keeps_the_job(run: Any, redis: Redis) -> None:
     async def scenario(gateway: Gateway) -> None:
         records = ResponseStore(gateway)
         await records.create(record())
@@ -102,12 +102,12 @@ def test_withdraw_deletes_record_and_keeps_job(run: Any, redis: Redis) -> None:
     assert redis.keys() == [job_key("j").encode()]
 
 
-def test_new_id_is_the_same_for_same_idempotency_key() -> None:
+def test_new_id_is_the_same_for_the_same_idempotency_key() -> None:
     assert new_id("k") == new_id("k") != new_id("l")
     assert new_id(None) != new_id(None)
 
 
-def test_record_of_newer_gateway_is_readable() -> None:
+def test_record_written_by_a_newer_gateway_is_readable() -> None:
     text = json.dumps({**json.loads(record().to_json()), "colour": "red"})
     assert ResponseRecord.of_json(text) == record()
 
@@ -218,7 +218,7 @@ def read(journal: Any, after: int = -1, error: Exception | None = None) -> bytes
     return asyncio.run(all_of())
 
 
-def test_frames_start_after_requested_number() -> None:
+def test_frames_start_after_the_requested_sequence_number() -> None:
     whole = read(JOURNALS["reasoning"])
     parts = whole.split(b"\n\n")[:-1]
     for after in range(len(parts)):

@@ -40,6 +40,6 @@ def test_target_rejects_plain_http() -> None:
         target("http://example.org", "8.8.8.8")
 
 
-def test_target_raises_oserror_for_name_without_address() -> None:
+def test_target_raises_oserror_for_host_name_without_address() -> None:
     with pytest.raises(OSError, match="no address"):
         target("https://example.org")

@@ -88,7 +88,7 @@ def test_unknown_event_type_is_not_announced() -> None:
 
 
 @pytest.mark.parametrize("answer", [(500, {}), (302, {"location": "http://127.0.0.1:1/"}), (404, {})])
-def test_failed_delivery_is_retried_with_same_id(
+def test_failed_delivery_is_retried_with_the_same_id(
     redis_url: str, receiver: Receiver, answer: tuple[int, dict[str, str]]
 ) -> None:
     receiver.answers = [answer, (204, {})]
@@ -126,7 +126,7 @@ def test_delivery_is_taken_over_when_its_gateway_dies(redis_url: str, receiver: 
         assert receiver.calls
 
 
-def test_settle_has_no_effect_when_lease_is_lost(redis_url: str) -> None:
+def test_settling_a_delivery_has_no_effect_when_its_lease_is_lost(redis_url: str) -> None:
     async def run() -> list[bool]:
         async with AsyncRedis.from_url(redis_url) as redis:
             one, other = DeliveryLedger(redis, "one"), DeliveryLedger(redis, "other")
@@ -162,7 +162,7 @@ def test_attempts_per_endpoint_are_limited(redis_url: str) -> None:
     assert asyncio.run(run()) == [MAX_ATTEMPTS_PER_ENDPOINT - 1, 1]
 
 
-def test_private_address_gets_no_event_unless_allowed(redis_url: str, receiver: Receiver) -> None:
+def test_private_address_receives_no_events_unless_allowed(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
         announce(redis, "batch.completed", "batch_1")
@@ -171,7 +171,7 @@ def test_private_address_gets_no_event_unless_allowed(redis_url: str, receiver: 
         assert pending_keys(redis)
 
 
-def test_endpoint_is_disabled_when_it_answers_410(redis_url: str, receiver: Receiver) -> None:
+def test_endpoint_is_disabled_when_it_returns_410(redis_url: str, receiver: Receiver) -> None:
     receiver.answers = [(410, {})]
     with Redis.from_url(redis_url) as redis:
         endpoint = register(redis, receiver.url)
@@ -194,7 +194,7 @@ def test_unreadable_stream_entry_does_not_block_other_entries(redis_url: str, re
         assert redis.xlen(webhook_events_key()) == 0
 
 
-def test_deleted_endpoint_is_not_restored_by_late_410(redis_url: str) -> None:
+def test_deleted_endpoint_is_not_restored_by_a_late_410_answer(redis_url: str) -> None:
     async def run() -> list[Endpoint]:
         async with AsyncRedis.from_url(redis_url) as redis:
             store = EndpointStore(redis)
@@ -218,7 +218,7 @@ def test_delivery_is_dropped_when_endpoint_is_deleted(redis_url: str, receiver: 
         assert not pending_keys(redis)
 
 
-def test_waits_between_attempts_grow_until_last_attempt() -> None:
+def test_delays_between_attempts_grow_until_the_last_attempt() -> None:
     failed = DeliveryOutcome(500)
     waits = [wait_after(attempt, failed) for attempt in range(1, len(RETRY_WAITS_S) + 2)]
     assert waits[-1] is None

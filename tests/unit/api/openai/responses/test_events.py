@@ -30,7 +30,7 @@ def types(received: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in received]
 
 
-def test_failed_response_hides_address_of_redis() -> None:
+def test_failed_response_hides_the_redis_address() -> None:
     _, response = fold([{"type": "error", "code": "redis_refused", "message": "Redis at 10.0.0.1 refuses"}])
     assert response["error"]["message"].startswith("redis_refused: Redis refuses a command permanently")
 
@@ -48,7 +48,7 @@ def test_events_are_numbered_and_valid_for_openai_client(name: str, background: 
 
 
 @pytest.mark.parametrize("name", ["calls", "call in pieces"])
-def test_calls_of_functions_in_namespaces_have_both_names(name: str) -> None:
+def test_calls_to_namespaced_functions_have_both_names(name: str) -> None:
     tools = [{"type": "namespace", "name": "n", "description": "N", "tools": [{"type": "function", "name": "f"}]}]
     journal = json.loads(json.dumps(JOURNALS[name]).replace('"name": "f"', '"name": "n__f"'))
     received, response = fold(journal, record(body={"tools": tools}))
@@ -78,7 +78,7 @@ def test_deltas_and_items_add_up_to_the_response(name: str) -> None:
 
 
 @given(st.sampled_from(sorted(JOURNALS)), st.integers(-1, 40), st.integers(0, 12))
-def test_stream_resumes_after_the_last_number(name: str, after: int, cut: int) -> None:
+def test_stream_resumes_after_the_last_sequence_number(name: str, after: int, cut: int) -> None:
     """A reader that has read events up to `after` from one gateway continues with another one."""
     part, _ = fold(JOURNALS[name][:cut])
     whole, _ = fold(JOURNALS[name], ResponseRecord.of_json(record().to_json()))
@@ -127,7 +127,7 @@ def test_call_is_streamed_in_pieces(name: str) -> None:
     assert response["output"][1]["arguments"] == '{"a": 1}'
 
 
-def test_call_whose_start_has_no_pieces_is_sent_at_the_end() -> None:
+def test_call_without_streamed_pieces_is_sent_at_the_end() -> None:
     received, response = fold(JOURNALS["call that an older worker starts"])
     deltas = [event["delta"] for event in received if event["type"] == "response.function_call_arguments.delta"]
     assert deltas == [response["output"][1]["arguments"]] == ['{"a": 1}']
@@ -145,7 +145,7 @@ def test_usage_counts_reasoning_tokens() -> None:
     assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
 
 
-def test_response_has_the_warnings_of_its_job() -> None:
+def test_response_contains_the_warnings_of_its_job() -> None:
     assert fold(JOURNALS["warned"])[1]["warnings"] == ["a"]
     assert "warnings" not in fold(JOURNALS["text"])[1]
 
@@ -173,7 +173,7 @@ def test_response_is_the_same_when_it_is_built_from_the_result(name: str) -> Non
     assert rest == whole
 
 
-def test_logprobs_of_reasoning_are_not_in_the_text() -> None:
+def test_reasoning_logprobs_are_not_added_to_the_text() -> None:
     result = {**result_of(JOURNALS["reasoning"]), "logprobs": PROBS}
     _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}))
     assert rest["output"][1]["content"][0]["logprobs"] == []
@@ -185,7 +185,7 @@ def test_signatures_are_included_on_request() -> None:
         assert response["output"][0].get("encrypted_content") == ("sig" if shown else None)
 
 
-def test_logprobs_belong_to_the_text() -> None:
+def test_logprobs_match_the_text() -> None:
     received, response = fold(JOURNALS["text"], record(params={"logprobs": 0}))
     assert [entry["token"] for event in received if "delta" in event for entry in event["logprobs"]] == ["Hi"]
     assert response["output"][0]["content"][0]["logprobs"][0]["logprob"] == -0.5

@@ -26,7 +26,7 @@ def messages(given: Any) -> list[dict[str, Any]]:
     return messages_of(items_of(given, ID))
 
 
-def test_text_input_is_a_user_message() -> None:
+def test_text_input_becomes_a_user_message() -> None:
     assert messages("Hi") == [{"role": "user", "content": "Hi"}]
     assert items_of("Hi", ID)[0]["id"] == f"msg_{'0' * 32}_0"
 
@@ -178,7 +178,7 @@ def test_allowed_tools_may_name_functions_in_namespaces() -> None:
     assert (params["tool_choice"], params["allowed_tools"]) == ("required", ["f", "agents__close"])
 
 
-def test_functions_whose_loading_is_deferred_are_offered_immediately() -> None:
+def test_deferred_functions_are_offered_immediately() -> None:
     deferred = {**FUNCTION, "defer_loading": True}
     tools = [deferred, {**NAMESPACE, "tools": [{**deferred, "name": "close"}]}, {"type": "tool_search"}]
     body = {"tools": tools}
@@ -186,14 +186,14 @@ def test_functions_whose_loading_is_deferred_are_offered_immediately() -> None:
     assert [warning[:30] for warning in response_fields(body, {})["warnings"]] == ["tools: 1 of type 'tool_search'"]
 
 
-def test_calls_in_namespaces_are_sent_back_under_joined_names() -> None:
+def test_calls_to_namespaced_functions_are_sent_back_under_joined_names() -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "close", "namespace": "agents", "arguments": "{}"}
     question = {"role": "user", "content": "Close it"}
     assert items_of([question, call], ID)[1]["namespace"] == "agents"
     assert messages([question, call])[1]["tool_calls"][0]["function"]["name"] == "agents__close"
 
 
-def test_long_names_of_functions_in_namespaces_are_shortened() -> None:
+def test_long_names_of_namespaced_functions_are_shortened() -> None:
     first, second = (function_name("n" * 40, f"{'f' * 40}{i}") for i in range(2))
     assert len(first) == len(second) == 64
     assert first != second
@@ -225,7 +225,7 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
         ({"prompt_cache_key": "\ud800"}, "prompt_cache_key is '\\ud800'"),
         ({"metadata": {"a": "\ud800"}}, "not valid UTF-8"),
         ({"colour": json.loads("[" * 500 + "]" * 500)}, "nested more than"),
-        ({"text": {"format": {"type": "json_object"}}, "grammar": "root ::= x"}, "leave one out"),
+        ({"text": {"format": {"type": "json_object"}}, "grammar": "root ::= x"}, "remove one of them"),
         ({"reasoning": {"effort": 3}}, "its effort must be"),
         ({"tools": [7]}, "tools is [7]"),
         ({"tools": [{**NAMESPACE, "name": ""}]}, "tools[0].name is ''"),
@@ -251,7 +251,7 @@ def test_invalid_bodies_are_rejected_with_the_field_name(body: dict[str, Any], e
     assert expected in str(raised.value)
 
 
-def test_response_fields_repeat_the_body_with_defaults() -> None:
+def test_response_fields_equal_the_body_with_defaults() -> None:
     body = {"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False, "top_p": 0.5}
     shown = response_fields(body, {"temperature": 0.1, "top_p": 0.2})
     assert (shown["temperature"], shown["top_p"], shown["frequency_penalty"]) == (0.1, 0.5, 0.0)

@@ -117,13 +117,13 @@ def test_unenforceable_keyword_is_a_warning_if_not_strict(schema: Any, keyword: 
         ({"not": {}}, "no value conforms to this schema"),
         ({"type": "string", "pattern": "^a", "const": "b"}, "no value conforms to this schema"),
         ({"const": "\ud800"}, r"is not valid JSON: '\\ud800' contains an unpaired surrogate"),
-        ({"const": float("inf")}, "is not valid JSON: Infinity is too large or not a number"),
+        ({"const": float("inf")}, "is not valid JSON: Infinity is too large or is not a number"),
         (3, "at # is 3; it must be a schema"),
         (
             in_property({"const": "\u0001"}),
-            r"at #/properties/n/const is '\\x01', which can't be written; avoid control",
+            r"at #/properties/n/const is '\\x01', which can't be generated; avoid control",
         ),
-        (in_property({"enum": [1e30, 0.30000000000000004]}), r"at #/properties/n/enum is .*, which can't be written"),
+        (in_property({"enum": [1e30, 0.30000000000000004]}), r"at #/properties/n/enum is .*, which can't be generated"),
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
@@ -142,7 +142,7 @@ def test_invalid_schema_is_rejected_with_its_path(schema: Any, message: str, str
         ('"' + "x" * limits.MAX_SCHEMA_CHARS + '"', "characters; shorten it to 100000 or fewer"),
     ],
 )
-def test_text_is_rejected_when_it_is_not_a_schema(text: str, message: str) -> None:
+def test_string_is_rejected_when_it_is_not_a_schema(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^tools.0.parameters .*{message}"):
         prepare_schema(text, strict=False, where="tools.0.parameters")
 
@@ -160,7 +160,7 @@ def test_annotations_and_unknown_keywords_are_ignored_silently() -> None:
 @pytest.mark.parametrize(
     "schema", [{"type": "integer"}, {}, True, {"x-guidance": {"whitespace_flexible": True, "lenient": True}}]
 )
-def test_layout_is_fixed_even_when_the_schema_requests_another_layout(schema: Any) -> None:
+def test_layout_is_fixed_even_when_the_schema_requests_a_different_layout(schema: Any) -> None:
     assert prepared(schema).schema["x-guidance"] == LAYOUT
 
 
