@@ -433,8 +433,8 @@ class GenerationJob(ReadingJob):
         default=0.0,
         ge=-1,
         le=limits.MAX_SIGMA,
-        description="Maximum distance of a token's logit from the highest logit, in standard deviations, for the token "
-        "to be kept. 0 or -1 disables the filter.",
+        description="Keep only tokens whose logit is within this many standard deviations of the highest logit. 0 or "
+        "-1 disables the filter.",
     )
     typical_p: Finite = Field(
         default=1.0, gt=0, le=1, description="Total probability of the typical tokens to keep. 1 disables the filter."

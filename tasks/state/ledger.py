@@ -408,9 +408,7 @@ class Entry:
         object.__setattr__(self, "event_json", encode(self.event))
         object.__setattr__(self, "result_json", b"" if self.result is None else encode(self.result))
         if self.num_bytes > MAX_ENTRY_BYTES:
-            raise ValueError(
-                f"the event and its result have {self.num_bytes} bytes, and the limit is {MAX_ENTRY_BYTES}"
-            )
+            raise ValueError(f"the event and its result total {self.num_bytes} bytes; the limit is {MAX_ENTRY_BYTES}")
 
     @property
     def num_bytes(self) -> int:

@@ -97,7 +97,7 @@ class SentScript:
             except (ResponseError, RefusedForNow):
                 raise  # the script may have been interrupted, and a second run would hide this
             except RedisError as error:
-                log.info("reply to Redis script lost", detail=f"{error}; the script will be run again")
+                log.info("reply from Redis script lost", detail=f"{error}; the script will be run again")
             finally:
                 self._pool.release(connection)
         return self._run_again()

@@ -146,8 +146,8 @@ class Runtime:
     and of the middlewares that the settings enable. Another thread reports the worker's queues, so that a model's jobs
     wait while the model is loading.
 
-    `attach`, called when Celery has a consumer, starts the thread that renews leases. Each action of the loader has
-    its own thread.
+    `attach`, called once Celery has created its consumer, starts the thread that renews leases. Each action of
+    the loader has its own thread.
 
     `announce`, called when the worker can receive commands, starts `reaper`, the search for unserved jobs, and
     `registration`. The registration's heartbeat reconciles models, ends cancelled jobs, shares cores, trims the heap

@@ -81,7 +81,8 @@ def test_async_client_supports_prefill_parent_keys_and_cache_queries() -> None:
         job = await client.generate("tiny", " Then", parent_key=read["finish_key"], max_tokens=3, **given)
         usage = (await job.result(timeout=PATIENCE_S))["usage"]
         assert usage["cached_tokens"] >= num_read - 1
-        assert (await client.last_cache_hit("tiny")).keys() == {worker.name for worker in await client.workers()}
+        hits, workers = await client.last_cache_hit("tiny"), await client.workers()
+        assert set() < hits.keys() <= {worker.name for worker in workers}  # a killed worker is still listed for a while
 
     with_client(body)
 

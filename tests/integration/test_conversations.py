@@ -190,7 +190,8 @@ def test_cached_prefix_rejects_invalid_arguments(client: Client) -> None:
         client.cached_prefix("tiny", "x" * 100_001)
     with pytest.raises(JobFailed, match="parent_key"):
         client.cached_prefix("tiny", "x", parent_key="ab" * 32)
-    assert client.last_cache_hit("tiny").keys() == {worker.name for worker in client.workers()}
+    hits = client.last_cache_hit("tiny")
+    assert set() < hits.keys() <= {worker.name for worker in client.workers()}  # a killed worker is still listed
 
 
 def test_command_line_prefills_and_continues_a_context() -> None:

@@ -192,8 +192,8 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
         params["tool_choice"] = {"type": "function", "function": named_function(choice)}
     elif choice is not None:
         raise InvalidJob(
-            f"tool_choice is {shorten(choice)}; it must be auto, none, required, or an object of type function with a "
-            "name, or of type allowed_tools"
+            f"tool_choice is {shorten(choice)}; it must be auto, none, required, or an object of type "
+            "function (with a name) or allowed_tools"
         )
     if not functions and params.get("tool_choice") in ("auto", "none"):
         del params["tool_choice"]  # it applies to tools that were ignored

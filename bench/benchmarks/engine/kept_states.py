@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--opening", type=int, default=160, help="number of tokens in the first prompt of a conversation"
     )
-    parser.add_argument("--message", type=int, default=32, help="number of tokens per later message")
+    parser.add_argument("--message", type=int, default=32, help="number of tokens in each message after the first")
     parser.add_argument("--new", type=int, default=4, help="number of tokens per answer")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rate", type=float, default=6.0, help="number of turns that arrive per second")

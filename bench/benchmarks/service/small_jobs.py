@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _peers(service: Service, threads: int, peers: ExitStack) -> Iterator[Way]:
-    """Start the workers of plain Celery."""
+    """Start the plain Celery workers."""
     for name, number in ((LIKE_OURS, threads), (DEFAULTS, None)):
         process, submit = peers.enter_context(noop_worker(service.folder, service.redis_server.url, threads=number))
         way = Way(name, process.pid, partial(_each, submit))

@@ -66,7 +66,7 @@ def test_step_is_copied_and_keeps_the_users_options(shop: Celery) -> None:
     assert dict(step) == before
 
 
-def test_nested_steps_get_their_queues_and_jobs_keep_their_queues(shop: Celery) -> None:
+def test_nested_steps_are_routed_to_their_queues_and_jobs_stay_in_theirs(shop: Celery) -> None:
     letters, own = shop.tasks["shop.letters"], shop.tasks["shop.own"]
     found = routed(chain(generate.s("tiny", "Hi"), group(letters.s(), chain(own.s(), letters.s()))))
     first, second = found["kwargs"]["tasks"]

@@ -150,7 +150,7 @@ def test_outdated_results_survive_a_crash_until_they_are_removed(work: WorkFile)
         assert again.count(PENDING) == 1
 
 
-def test_reading_changes_nothing_when_it_fails(work: WorkFile) -> None:
+def test_failed_read_changes_nothing(work: WorkFile) -> None:
     read(work, *(line(i, "a") for i in range(1, 4)))
     work.finish(work.next_lines("m", 1)[0])
 

@@ -65,7 +65,7 @@ def test_group_help_describes_commands_in_complete_sentences() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_script_is_valid_in_the_shell(shell: str, tmp_path: Path) -> None:
+def test_completion_script_has_valid_shell_syntax(shell: str, tmp_path: Path) -> None:
     environment = clean_environment(_CELLAMA_COMPLETE=f"source_{shell}", COLUMNS="80")
     script = subprocess.run([BIN / "cellama"], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert f"_CELLAMA_COMPLETE=complete_{shell}" in script.stdout

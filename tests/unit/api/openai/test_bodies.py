@@ -143,7 +143,7 @@ def test_reply_with_unreadable_content_is_rejected() -> None:
         ({"response_format": {"type": "json_object", "schema": 123}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_object", "schema": "{}"}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "its schema must be"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its field strict must be"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its `strict` field must be"),
         ({"tool_choice": {"type": "custom"}}, "must have type function or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
