@@ -49,7 +49,7 @@ def main() -> None:
     own.add_argument(
         "--model",
         type=_model,
-        help="GGUF file, bundled://tiny, or padded, which is the bundled model made as slow as a 160M model "
+        help="GGUF file, bundled://tiny, or padded (the bundled model, slowed to the speed of a 160M model) "
         "(default: 174M random weights, Q8_0)",
     )
     own.add_argument("--save", action="store_true", help="append the result to bench/results/ as a JSON line")

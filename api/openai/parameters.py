@@ -63,8 +63,9 @@ def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
 def with_callers_names(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
     """Replace a parameter's name in an error message with the caller's name.
 
-    Return the message and the caller's name. The returned name is None if the message does not mention a parameter. The
-    name is found by a regular expression because worker errors reach the gateway as text.
+    Return the changed message, and the name that the caller used for the parameter. The name is None if the message
+    does not mention a parameter. The name is found by a regular expression because worker errors reach the gateway as
+    text.
     """
     found = _NAMED.match(message)
     if found is None:

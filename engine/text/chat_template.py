@@ -268,8 +268,8 @@ def after_reply(
 
     The template renders a conversation whose reply is a random word. The result is everything after this word. If the
     reply contains tool calls, this word is the last argument of the last call, and the result starts after the markup
-    of the calls. This markup ends before the first occurrence of a token from `ends`, which are the tokens that end a
-    reply. Raises TemplateFailed or InvalidRequest.
+    of the calls. This markup ends before the first of the tokens that end a reply (`ends`). Raises TemplateFailed or
+    InvalidRequest.
     """
     if not messages:
         raise InvalidRequest("messages is empty; with a parent_key, send the messages that follow the reply")

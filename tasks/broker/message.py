@@ -327,7 +327,7 @@ class JobRequest(Request):  # type: ignore[misc]
             pool.terminate_job(self.worker_pid, signum)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Report the timeout as Celery does, and end a job that exceeds its hard time limit before it starts."""
+        """Report the timeout as Celery does, and end a job whose hard time limit expires before it starts."""
         super().on_timeout(soft, timeout)
         if soft or state.should_terminate:
             return

@@ -227,7 +227,7 @@ class _JsonTemplate:
             for key in outer:
                 inner = inner[key]
             if self.first_values.setdefault(name, json.dumps(inner[last])) != json.dumps(inner[last]):
-                raise ValueError(f"{name} occurs with two different values")
+                raise ValueError(f"{name} is specified twice with different values")
             inner[last] = f"{mark} {name} {mark}"
         text = json.dumps(parsed).replace("%", "%%")
         self._format = text.replace(f'"{mark} ', "%(").replace(f' {mark}"', ")s")

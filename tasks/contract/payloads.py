@@ -688,7 +688,7 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
     names = free if len(args) <= len(free) else positional
     if len(args) > len(names):
         raise InvalidJob(
-            f"there are {len(args)} positional arguments, and at most {len(names)} are allowed: {', '.join(names)}"
+            f"got {len(args)} positional arguments, but at most {len(names)} are allowed: {', '.join(names)}"
         )
     values = dict(zip(names, args, strict=False))
     twice = values.keys() & kwargs.keys()

@@ -13,8 +13,8 @@ separately: a client may omit it, but can't change it. The context is also found
 and text.
 
 In a chat with a `parent_key`, the messages continue a context. A later request may send the whole conversation instead.
-To find the reply in this case as well, the record of each context contains the digest of the conversation up to the end
-of this context.
+So that the reply is found in this case as well, each context has a record with the digest of the conversation up to its
+end.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (generate, ("tiny", "Hi"), {"json_schema": {"properties": {"\ud800": {}}}}, "not valid UTF-8 at character 0"),
     (chat, ("tiny", [CALLED]), {}, "function.arguments is .* not valid UTF-8 at character 0"),
     (generate, ("tiny",), {}, "prompt is missing"),
-    (generate, ("tiny", "Hi", 3), {}, "3 positional arguments, and at most 2"),
+    (generate, ("tiny", "Hi", 3), {}, "3 positional arguments, but at most 2"),
     (chat, ("tiny", [{"role": "robot", "content": "Hi"}]), {}, r"messages\.0\.role is 'robot'"),
     (chat, ("tiny", []), {}, "messages is"),
     (chat, ("tiny", [{"role": "user"}]), {}, "content is missing"),

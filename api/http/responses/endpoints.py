@@ -144,7 +144,7 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
         indices = [index for index, item in enumerate(listed) if item["id"] == after]
         if not indices:
             raise ApiError(
-                400, f"after is {after[:64]!r}, and no item has this id; use an id from the list", param="after"
+                400, f"after is {after[:64]!r}, but no item has that id; use an id from the list", param="after"
             )
         listed = listed[indices[0] + 1 :]
     return page.to_list(listed)

@@ -1,8 +1,8 @@
 """Kill the commands and the workers of bulk runs repeatedly while Redis restarts, and count lost and repeated lines.
 
 Each tenant has its own file and its own `cellama batch run`, which is a separate process. Real workers on a real Redis
-run the bundled model greedily. Each text is compared with the text of an undisturbed run. Texts that differ at a near
-tie are counted separately (reference_texts.py). Killed processes are restarted immediately.
+run the bundled model with greedy sampling. Each text is compared with the text of an undisturbed run. Texts that differ
+at a near tie are counted separately (reference_texts.py). Killed processes are restarted immediately.
 """
 
 from __future__ import annotations

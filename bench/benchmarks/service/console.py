@@ -35,9 +35,7 @@ KEPT_IF_STALLED = "rate kept, if every step waits for the gateway and Redis"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--jobs", type=int, default=32, help="number of jobs per round, which are all queued when the round starts"
-    )
+    parser.add_argument("--jobs", type=int, default=32, help="number of jobs to queue at the start of each round")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64, help="number of prompt tokens per job")
     parser.add_argument("--new", type=int, default=128, help="number of tokens to generate per job")

@@ -80,7 +80,7 @@ def test_batch_has_no_lease_after_its_gateway_has_shut_down(run_world: RunWorld)
     run_world(scenario)
 
 
-def test_driver_stops_when_another_tenant_has_no_driver(run_world: RunWorld) -> None:
+def test_driver_yields_when_another_tenant_has_no_driver(run_world: RunWorld) -> None:
     async def scenario(world: World) -> None:
         mine = [(await world.create_batch(name))["id"] for name in ("a", "b", "c")]
         runner = BatchRunner(settings_of(world, gateway_batches_at_once=2))
