@@ -250,6 +250,6 @@ def test_error_mentions_an_empty_list_only_when_the_list_is_empty(
 
 @pytest.mark.parametrize("other", ["regex", "lark", "grammar"])
 def test_job_accepts_only_one_constraint(other: str) -> None:
-    with pytest.raises(InvalidJob, match=f"^json_schema and {other} can't be combined; choose one$"):
+    with pytest.raises(InvalidJob, match=f"^json_schema and {other} can't be combined; choose one of them$"):
         parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": {}, other: "x"})
     parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": None, other: "x"})

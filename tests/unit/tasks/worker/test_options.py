@@ -39,7 +39,7 @@ def model(**options: Any) -> str:
         ("m=/missing.gguf", "models.m.source: '/missing.gguf' does not exist; check the path"),
         ("m=text.gguf", "models.m.source: 'text.gguf' is not a GGUF file"),
         ("m=bundled://tinny", "models.m.source: bundled file 'tinny' does not exist; did you mean 'tiny'"),
-        ("m=hf://nowhere", "models.m.source: 'hf://nowhere' does not name a file on the hub"),
+        ("m=hf://nowhere", "models.m.source: 'hf://nowhere' does not name a file on the Hub"),
         (model(draft="/no.gguf", speculation="auto"), "models.m.draft: '/no.gguf' does not exist"),
         (model(adapters={"a": "/no.gguf"}), "models.m.adapters.a: '/no.gguf' does not exist"),
         (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),

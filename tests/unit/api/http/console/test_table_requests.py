@@ -48,7 +48,7 @@ def test_text_lines_and_single_columns_do_not_need_a_template(tmp_path: Path) ->
         (b"a,b\n1,2\n", {"template": "{a"}, "template: "),
         (b"a\n\xff\n", {}, "UTF-8"),
         (b"a\n", {}, "the table has no rows"),
-        (b"a\n1\n", {"model": " "}, "choose the model"),
+        (b"a\n1\n", {"model": " "}, "choose a model"),
         (b"a\n1\n", {"max_tokens": "many"}, "max_tokens is 'many'"),
         (b"a\n1\n", {"endpoint": "/v1/images"}, "endpoint is '/v1/images'"),
     ],

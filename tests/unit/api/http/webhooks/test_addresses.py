@@ -41,5 +41,5 @@ def test_target_rejects_plain_http() -> None:
 
 
 def test_target_raises_oserror_for_host_name_without_address() -> None:
-    with pytest.raises(OSError, match="no address"):
+    with pytest.raises(OSError, match="no IP address"):
         target("https://example.org")

@@ -231,7 +231,7 @@ def test_tool_choice_is_dropped_when_all_tools_are_ignored() -> None:
         ({"tools": [{**NAMESPACE, "name": ""}]}, "tools[0].name is ''"),
         ({"tools": [FUNCTION, {**NAMESPACE, "tools": [7]}]}, "tools[1].tools is [7]"),
         ({"tools": [{**NAMESPACE, "tools": [NAMESPACE]}]}, "tools[0].tools contains a namespace"),
-        ({"tool_choice": {"type": "custom"}}, "or of type allowed_tools"),
+        ({"tool_choice": {"type": "custom"}}, "or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools"}},
             "allowed_tools must have a mode (auto or required), and a list of tools",
