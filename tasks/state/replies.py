@@ -207,7 +207,7 @@ class Conversation:
         records: dict[str, bytes] = {}
         for message, key in replies:
             reply = {**message, "content": started + (message.get("content") or "")}
-            if not _text_of(reply) and not reply.get("tool_calls"):
+            if not any((reply["content"].strip(), reply.get("tool_calls"), _reasoning_of(reply))):
                 continue
             line = self._line_of_reply(reply)
             joined = self._line_of_reply({**reply, "content": f"{reply.get('reasoning') or ''}{reply['content']}"})
@@ -257,18 +257,12 @@ class Conversation:
         for call in reply.get("tool_calls") or ():
             name, arguments = call["function"]["name"], _arguments_of(call["function"].get("arguments"))
             calls.append([name, _without(self._defaults.get(name, {}), arguments)])
-        return _digest_of(["assistant", _text_of(reply), calls])
+        return _digest_of(["assistant", str(reply.get("content") or "").strip(), calls])
 
     def _numbers_of(self, reply: Mapping[str, Any]) -> dict[str, int]:
         """Return the numbers of a reply's tool calls within the conversation, keyed by call id."""
         calls = enumerate(reply.get("tool_calls") or (), self._num_calls)
         return {str(call["id"]): number for number, call in calls if call.get("id") is not None}
-
-
-def _text_of(reply: Mapping[str, Any]) -> str:
-    """Return the text of a reply, or its reasoning if it has neither text nor calls."""
-    text = str(reply.get("content") or "").strip()
-    return text if text or reply.get("tool_calls") else str(reply.get("reasoning") or "").strip()
 
 
 def _after(state: bytes, line: bytes) -> bytes:
