@@ -217,11 +217,16 @@ def test_visitor_can_sign_in_and_cancel_a_job_using_only_the_keyboard(
                 return
         pytest.fail(f"the Tab key does not reach {label!r}")
 
+    def wait_for_focus_in_key_field() -> None:
+        """Browsers apply `autofocus` only when they render the page, which is after its text can be read."""
+        wait_until(lambda: page.run("document.activeElement.id") == "key", "the focus in the field of the key")
+
     page.open(f"{keyed.process.url}/console/jobs")
+    wait_for_focus_in_key_field()
     page.type("sk-wrong")
     page.press("Enter")
     wait_until(lambda: "The key is not valid" in text_of(page), "the refusal")
-    assert page.run("document.activeElement.id") == "key"
+    wait_for_focus_in_key_field()
     page.type(keyed.add(admin=True).text)
     page.press("Enter")
     wait_until(lambda: job.id in text_of(page), "the jobs")  # the page that was asked for
