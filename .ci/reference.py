@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import json
@@ -81,16 +82,24 @@ def _cell(text: str) -> str:
 
 
 def fields(name: str) -> str:
-    """Return the fields of a pydantic model. Fields that a payload inherits are in the table of its base class."""
+    """Return the fields of a pydantic model, except inherited fields whose base class has a table of its own."""
     model: type[BaseModel] = find(name)
     schema = model.model_json_schema()
-    inherited = set(model.__mro__[1].model_fields) if name.endswith("Job") else set()  # type: ignore[attr-defined]
+    bases = [base for base in model.__mro__[1:] if f"{base.__module__}.{base.__qualname__}" in _described()]
+    inherited = {field for base in bases for field in base.model_fields}  # type: ignore[attr-defined]
     rows = [
         (f"`{field}`", spec.get("description", ""), _type(spec, schema), _default(field, spec, schema))
         for field, spec in schema["properties"].items()
         if field not in inherited
     ]
     return table(("name", "description", "type", "default"), rows)
+
+
+@functools.cache
+def _described() -> frozenset[str]:
+    """Return the names of the pydantic models that have a table in the documentation."""
+    parts = (part for page in DOCS.rglob("*.md") for part in PART.finditer(page.read_text(encoding="utf-8")))
+    return frozenset(part["name"] for part in parts if part["kind"] == "fields")
 
 
 def _type(spec: dict[str, Any], schema: dict[str, Any]) -> str:

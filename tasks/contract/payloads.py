@@ -325,16 +325,27 @@ class ToolCallPayload(Payload):
 class MessagePayload(Payload):
     """One turn of a conversation. A result's `message` is a valid assistant turn."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[Text | None, BeforeValidator(join_parts)] = None
-    reasoning: Text | None = None
-    signature: Text | None = None
+    role: Literal["system", "user", "assistant", "tool"] = Field(description="Author of the message.")
+    content: Annotated[Text | None, BeforeValidator(join_parts)] = Field(
+        default=None,
+        description="Text of the message. Only assistant messages with `tool_calls` can omit it.",
+    )
+    reasoning: Text | None = Field(
+        default=None, description="Reasoning that precedes the text. Only assistant messages can have it."
+    )
+    signature: Text | None = Field(
+        default=None, description="Signature of the reasoning, as returned in the result's message."
+    )
     tool_calls: (
         Annotated[tuple[ToolCallPayload, ...], Field(min_length=1), no_more_than(limits.MAX_TOOL_CALLS, "tool calls")]
         | None
-    ) = None
-    tool_call_id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
-    name: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
+    ) = Field(default=None, description="Tool calls of an assistant message, in the OpenAI format.")
+    tool_call_id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = Field(
+        default=None, description="Id of the tool call that a tool message answers."
+    )
+    name: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = Field(
+        default=None, description="Name of the author or tool, for chat templates that use it."
+    )
 
     @model_validator(mode="after")
     def _check_content(self) -> MessagePayload:
@@ -615,7 +626,7 @@ Messages = Annotated[
 class ConversationJob(BaseJob):
     """The parameters of jobs whose prompt consists of chat messages."""
 
-    messages: Messages
+    messages: Messages = Field(description="Messages of the conversation, oldest first.")
     system: Text | None = Field(default=None, description="System message, which precedes all other messages.")
     tools: Annotated[
         tuple[ToolPayload, ...],

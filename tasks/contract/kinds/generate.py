@@ -34,7 +34,9 @@ class OtherFilePayload(Payload):
 class GenerateJob(GenerationJob):
     """Text that continues a prompt, or fills the gap before a suffix. The prompt is a string or a list of token ids."""
 
-    prompt: Annotated[TextToComplete, BeforeValidator(text_of_result), TypedAs("Prompt")]
+    prompt: Annotated[TextToComplete, BeforeValidator(text_of_result), TypedAs("Prompt")] = Field(
+        description="Prompt to continue, as a string or a list of token ids."
+    )
     suffix: Text | None = Field(
         default=None,
         description="Text that follows the generated text. Only models with fill-in-the-middle tokens support it.",

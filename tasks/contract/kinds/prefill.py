@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, cast
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from ..payloads import ConversationJob, Messages, Prompt, ReadingJob
@@ -17,8 +17,8 @@ TASK_PREFILL = "cellama.prefill"
 class PrefillJob(ConversationJob, ReadingJob):
     """A prompt, or a chat's messages or system message, prefilled into the cache as the prefix of later jobs."""
 
-    prompt: Prompt | None = None
-    messages: Messages = ()
+    prompt: Prompt | None = Field(default=None, description="Prompt to prefill, as a string or a list of token ids.")
+    messages: Messages = Field(default=(), description="Messages of the chat to prefill, oldest first.")
 
     @model_validator(mode="after")
     def _check_one(self) -> PrefillJob:

@@ -15,8 +15,8 @@ TASK_RERANK = "cellama.rerank"
 class RerankJob(BaseJob):
     """Indices and scores of documents, sorted by how well they answer a query, best first."""
 
-    query: FilledText
-    documents: Texts
+    query: FilledText = Field(description="Query to compare the documents with.")
+    documents: Texts = Field(description="Documents to rank by their relevance to the query.")
     top_n: Count | None = Field(
         default=None, ge=1, description="Number of results to return, best first (default: all)."
     )

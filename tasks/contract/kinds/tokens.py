@@ -22,7 +22,7 @@ Piece = str | list[int]  # the text of a token, or its bytes if they are only pa
 class TokenizeJob(BaseJob):
     """The token ids of a text."""
 
-    text: Text
+    text: Text = Field(description="Text to tokenize.")
     add_special: StrictBool = Field(
         default=True, description="Add the model's special tokens at the start and end of the text."
     )
@@ -43,7 +43,7 @@ class TokenizeResult(TypedDict):
 class DetokenizeJob(BaseJob):
     """Text decoded from a list of token ids."""
 
-    tokens: TokenList
+    tokens: TokenList = Field(description="Token ids to convert to text.")
 
 
 class DetokenizeResult(TypedDict):
