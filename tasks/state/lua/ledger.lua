@@ -159,37 +159,44 @@ end
 -- Returns the expected cost of a job in tokens, from its work and the mean cost of such work for this key, or else for the list. It is
 -- at most the largest recent cost of such a job in the list, and 1 before the first job has ended. Otherwise keys that return would be
 -- lifted to a service that was never received, and would stay behind after its correction.
+local costs_in_call = {} -- that this call has read
 local function expected_cost(work, key, list)
   local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
   if not kind then return 1 end
-  local fields = {key .. '\0' .. kind, '/\0' .. kind, '//\0' .. kind}
-  local of_key, of_list, largest = unpack(redis.call('HMGET', COSTS .. list, unpack(fields)), 1, 3)
-  if not largest then return 1 end
-  return math.min(tonumber(num_units) * tonumber(of_key or of_list or 1), tonumber(largest))
+  local of_key = key .. '\0' .. kind
+  local read_before = list .. '\0' .. of_key
+  local costs = costs_in_call[read_before] or redis.call('HMGET', COSTS .. list, of_key, '/\0' .. kind, '//\0' .. kind)
+  costs_in_call[read_before] = costs
+  if not costs[3] then return 1 end
+  return math.min(tonumber(num_units) * tonumber(costs[1] or costs[2] or 1), tonumber(costs[3]))
 end
 
 -- Includes the cost of a job in the mean cost of such work for its key and for its list, and in the largest recent cost.
 local MAX_COSTS = 20000
 local DECAY = 0.99 -- of the largest cost with each job, so that a rare job does not count for long
-local function learn_cost(id, key, list, cost)
-  local kind, num_units = string.match(redis.call('HGET', JOB .. id, 'work') or '', '^(%S+) (%d+)')
+local function learn_cost(work, key, list, cost)
+  local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
   if not kind then return end
-  local costs, of_unit, most = COSTS .. list, cost / tonumber(num_units), '//\0' .. kind
-  local largest = math.max(cost, DECAY * tonumber(redis.call('HGET', costs, most) or 0))
-  redis.call('HSET', costs, most, string.format('%.6g', largest))
-  for _, field in ipairs({key .. '\0' .. kind, '/\0' .. kind}) do
-    local before = redis.call('HGET', costs, field)
-    if before or redis.call('HLEN', costs) < MAX_COSTS then
-      redis.call('HSET', costs, field, string.format('%.6g', before and 0.8 * tonumber(before) + 0.2 * of_unit or of_unit))
+  local costs, of_unit, fields = COSTS .. list, cost / tonumber(num_units), {'//\0' .. kind, key .. '\0' .. kind, '/\0' .. kind}
+  local before = redis.call('HMGET', costs, unpack(fields))
+  local learnt = {fields[1], string.format('%.6g', math.max(cost, DECAY * tonumber(before[1] or 0)))}
+  for i = 2, 3 do
+    if before[i] or redis.call('HLEN', costs) < MAX_COSTS then
+      learnt[#learnt+1] = fields[i]
+      learnt[#learnt+1] = string.format('%.6g', before[i] and 0.8 * tonumber(before[i]) + 0.2 * of_unit or of_unit)
     end
   end
+  redis.call('HSET', costs, unpack(learnt))
   redis.call('EXPIRE', costs, IDLE_S)
 end
 
 -- Returns the terms of the jobs of a key in a queue: the weights of the levels of the key, and the limits that apply to these jobs,
 -- as pairs of a name and a number of jobs. `given` are the weights and limits of the worker's settings. TERMS replaces them. Its
 -- fields are the levels for weights, and '\0' and the name for limits. The name of a queue is '/' and the queue.
+local terms_in_call = {} -- that this call has read
 local function terms_of(key, queue, given)
+  local read_before = key .. '\0' .. queue
+  if terms_in_call[read_before] then return terms_in_call[read_before] end
   local names, fields, weights, limits = levels_of(key), {}, {}, {}
   local num_levels = #names
   names[num_levels+1] = '/' .. queue
@@ -200,7 +207,8 @@ local function terms_of(key, queue, given)
     if limit > 0 then limits[#limits+1] = {name, limit} end
     if i <= num_levels then weights[i] = tonumber(found[2*i-1] or given.weights[name] or 1) end
   end
-  return {weights = weights, limits = limits}
+  terms_in_call[read_before] = {weights = weights, limits = limits}
+  return terms_in_call[read_before]
 end
 
 -- Charges the key of a job that a worker takes. Returns the charge for the entry: the tokens, and the weight of each level.
@@ -214,14 +222,14 @@ end
 
 -- Replaces the charge of a job with its cost in tokens.
 local function correct_charge(id, cost)
-  local charged, list, key = unpack(redis.call('HMGET', JOB .. id, 'charged', 'list', 'fairness_key'), 1, 3)
+  local charged, list, key, work = unpack(redis.call('HMGET', JOB .. id, 'charged', 'list', 'fairness_key', 'work'), 1, 4)
   if not charged then return end
   local weights = {}
   for value in string.gmatch(charged, '%S+') do weights[#weights+1] = tonumber(value) end
   local tokens = table.remove(weights, 1)
   add_service(key or '', list, cost - tokens, weights)
   redis.call('HDEL', JOB .. id, 'charged')
-  if cost > 0 then learn_cost(id, key or '', list, cost) end
+  if cost > 0 then learn_cost(work, key or '', list, cost) end
 end
 
 -- Backlogs
@@ -704,14 +712,14 @@ end
 
 local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
 
--- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. `cost` in tokens is '' if it is
--- unknown. `settle` must follow.
+-- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. Only jobs without an attempt can
+-- be in a backlog. `cost` in tokens is '' if it is unknown. `settle` must follow.
 local function end_job(options, job, id, run, is_dead, event, cost)
   local queue, digest, list = unpack(redis.call('HMGET', job, 'queue', 'digest', 'list'), 1, 3)
   redis.call('ZREM', WAITING .. queue, id)
   redis.call('ZREM', RUNNING, id)
   redis.call('ZREM', DELAYED, id)
-  if leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
+  if run == '' and leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
   if cost ~= '' then correct_charge(id, tonumber(cost)) else redis.call('HDEL', job, 'charged') end
   local keep_s = options.event_ttl_s
   if is_dead then
