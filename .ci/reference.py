@@ -121,10 +121,12 @@ def _type(spec: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _range(spec: dict[str, Any]) -> str:
-    low = f"above {spec['exclusiveMinimum']:g}" if "exclusiveMinimum" in spec else ""
-    low = low or (f"from {spec['minimum']:,.12g}" if "minimum" in spec else "")
+    above = f"above {spec['exclusiveMinimum']:g}" if "exclusiveMinimum" in spec else ""
+    low = f"from {spec['minimum']:,.12g}" if "minimum" in spec else ""
     high = f"to {spec['maximum']:,.12g}" if "maximum" in spec else ""
-    return f", {low} {high}".rstrip() if low or high else ""
+    if above and high:
+        return f", {above} and up {high}"
+    return f", {above or low} {high}".rstrip() if above or low or high else ""
 
 
 def _default(field: str, spec: dict[str, Any], schema: dict[str, Any]) -> str:

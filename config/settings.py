@@ -131,7 +131,7 @@ class ModelSettings(BaseModel):
     n_batch: int = Field(
         default=2048,
         ge=1,
-        description="Maximum number of tokens per step, which are split into micro-batches of up to n_ubatch tokens.",
+        description="Maximum number of tokens per step. n_ubatch also limits it, because each step is one micro-batch.",
     )
     n_ubatch: AutoInt = Field(
         default=None, ge=1, description="Maximum number of tokens per micro-batch in llama.cpp (auto: 512)."

@@ -175,7 +175,7 @@ class WorkFile:
         self._db.execute("DELETE FROM outdated")
 
     def has_failed(self, line_id: Any) -> bool:
-        """Return whether any line has failed."""
+        """Return whether the line with this id has failed."""
         return self._state_of(_id_text(line_id)) == FAILED
 
     def _state_of(self, key: str) -> int | None:

@@ -40,7 +40,8 @@ RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Retry failed 
 MergeOption = Annotated[
     bool,
     typer.Option(
-        "--merge-identical", help="Run identical lines only once. Applies only to greedy generations and embeddings."
+        "--merge-identical",
+        help="Run identical lines only once. Applies to embeddings, reranking and greedy generations with n = 1.",
     ),
 ]
 IdColumnOption = Annotated[

@@ -15,8 +15,6 @@ from .auth import LoopbackOnly, is_loopback
 from .errors import ApiError
 from .gateway import gateway_of
 
-RULE = "it serves this machine only, unless gateway_metrics_token is set and sent as `Authorization: Bearer …`"
-
 
 async def metrics(request: Request) -> Response:
     """Handle `GET /metrics`."""
@@ -28,7 +26,11 @@ async def metrics(request: Request) -> Response:
         kind, _, sent = request.headers.get("authorization", "").partition(" ")
         token_bytes = token.get_secret_value().encode()
         if kind.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode(), token_bytes):
-            raise ApiError(401, f"/metrics requires the token set in gateway_metrics_token; {RULE}")
+            raise ApiError(
+                401,
+                "/metrics: the token is missing or not valid; send the value of the setting gateway_metrics_token as "
+                "`Authorization: Bearer …`",
+            )
     return Response(text_of(gateway.counts.figures()), media_type=CONTENT_TYPE)
 
 
@@ -41,7 +43,11 @@ async def _check_local(request: Request) -> None:
         with contextlib.suppress(ApiError):
             await LoopbackOnly().authenticate(request.headers)
             return
-    raise ApiError(403, f"/metrics does not accept this request; {RULE}")
+    raise ApiError(
+        403,
+        "/metrics: requests from other machines are not allowed while gateway_metrics_token is not set; set it, and "
+        "send it as `Authorization: Bearer …`",
+    )
 
 
 ROUTES = (Route("/metrics", metrics, methods=["GET"]),)

@@ -151,7 +151,7 @@ class EngineCore:
             self.requests.start(sequence)
 
     def _move(self) -> None:
-        """Move sequences to neighbouring slots if this makes decoding faster."""
+        """Move sequences to neighboring slots if this makes decoding faster."""
         layout = self.scheduler.layout
         if moves := layout.plan_moves():
             self._pulse.beat("move", [move.sequence.request.id for move in moves])

@@ -1,4 +1,4 @@
-"""The layout of slots: keep decoding sequences in neighbouring slots if this arrangement saves time.
+"""The layout of slots: keep decoding sequences in neighboring slots if this arrangement saves time.
 
 If each slot has its own cells, llama.cpp computes slots with consecutive indices in one pass, and each hole between
 busy slots causes another pass (docs/adr/008-holes.md). The layout fills holes and moves sequences. Callers pass in the

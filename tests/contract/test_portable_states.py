@@ -53,7 +53,7 @@ def test_state_can_be_moved_between_any_two_layouts(model: LlamaModel) -> None:
     for place in PLACES:
         with closing(backend_of(model, **place)) as backend:
             slot = backend.n_slots // 2
-            logits(backend, 0, 0, TOKENS[50:90])  # a neighbouring slot
+            logits(backend, 0, 0, TOKENS[50:90])  # a neighboring slot
             backend.trim(slot, 0)
             logits(backend, slot, 0, TOKENS[:90])
             early = backend.checkpoint(slot)

@@ -48,7 +48,7 @@ def test_metrics_without_a_token_are_only_available_locally(at: Any, headers: di
     with client(at) as http:
         answer = http.get("/metrics", headers=headers)
     assert answer.status_code == status
-    assert (status == 200) != ("gateway_metrics_token is set" in answer.text)
+    assert (status == 200) != ("gateway_metrics_token" in answer.text)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Interactive sequences get neighbouring slots among bulk ones, and don't wait long for older bulk requests."""
+"""Interactive sequences get neighboring slots among bulk ones, and don't wait long for older bulk requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_texts_hold(scheduler: Scheduler) -> None:
             assert [cell.token for cell in backend.cells[slot]] == s.tokens[: s.num_computed]
 
 
-def test_interactive_requests_take_neighbouring_slots_from_bulk_requests() -> None:
+def test_interactive_requests_take_neighboring_slots_from_bulk_requests() -> None:
     scheduler = full_of_bulk()
     for now in range(1, 5):
         new(scheduler, READER, now)
