@@ -68,7 +68,7 @@ def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
         raise InvalidJob(f"{where} is {shorten(content)}; it must be a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, dict):
-            raise InvalidJob(f"{where}.{index} is {shorten(block)}; it must be a block, which is an object with a type")
+            raise InvalidJob(f"{where}.{index} is {shorten(block)}; it must be a block, that is, an object with a type")
     return content
 
 

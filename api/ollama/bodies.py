@@ -172,7 +172,7 @@ def _take_format(params: dict[str, Any], given: Mapping[str, Any]) -> None:
         return
     schema = {"type": "object"} if value == "json" else value
     if not isinstance(schema, dict):
-        raise InvalidJob(f"format is {shorten(value)}; it must be json or a JSON Schema, which is an object")
+        raise InvalidJob(f"format is {shorten(value)}; it must be json or a JSON Schema object")
     put(params, "json_schema", schema, "format")
     params.setdefault("strict_schema", False)
 

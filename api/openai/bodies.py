@@ -173,7 +173,7 @@ def schema_of_format(definition: Mapping[str, Any], name: str) -> tuple[dict[str
     """
     schema, strict = definition.get("schema"), definition.get("strict")
     if schema is not None and not isinstance(schema, dict | bool):
-        raise InvalidJob(f"{name} is {shorten(definition)}; its schema must be a JSON Schema, which is an object")
+        raise InvalidJob(f"{name} is {shorten(definition)}; its schema must be a JSON Schema object")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidJob(f"{name} is {shorten(definition)}; its `strict` field must be true or false")
     return {"type": "object"} if schema is None else schema, strict is True

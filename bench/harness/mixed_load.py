@@ -70,7 +70,7 @@ def flat(found: Iterable[Conversation]) -> list[Line]:
 
 
 class _Draw:
-    """Draws requests and chats from a seed."""
+    """Generates random requests and chats from a seed."""
 
     def __init__(self, shape: LoadShape, seed: int) -> None:
         self.rng = random.Random(f"mixed load {seed}")

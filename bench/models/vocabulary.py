@@ -1,6 +1,6 @@
 """Create a vocabulary that is as large as the vocabularies of current models, from a seed and without a model.
 
-The words consist of syllables, so that they share prefixes about as often as in real vocabularies. Shared prefixes
+The words are built from syllables, so that they share prefixes about as often as in real vocabularies. Shared prefixes
 affect the speed of grammars.
 """
 

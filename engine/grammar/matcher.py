@@ -204,7 +204,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarFailed(
-                f"matching the text with the grammar or schema failed: {reason_of(self._matcher.get_error())}"
+                f"matching the text against the grammar or schema failed: {reason_of(self._matcher.get_error())}"
             )
 
 

@@ -215,7 +215,7 @@ class Reaper:
                 num_found += num_tickets
         num_slots = run_script(self._redis, "check_slots", [], [])
         if num_slots:
-            log.warning("slots released", num_slots=num_slots, detail="Redis had lost the ledger entries of the jobs")
+            log.warning("slots released", num_slots=num_slots, detail="Redis has lost the ledger entries of the jobs")
         suspects |= set(self._running_without_lease())
         lost = [job_id for job_id in suspects if self._requeue_if_lost(job_id)]
         for job_id in lost:

@@ -1,4 +1,4 @@
-"""Compare the engine's decode rate with the rate of llama-batched-bench, which only decodes and is an upper limit."""
+"""Compare the engine's decode rate with the rate of llama-batched-bench, which only decodes, so its rate is an upper bound."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TASK_EMBED = "cellama.embed"
 
 
 class EmbedJob(BaseJob):
-    """One vector per string or list of token ids, of unit length unless `normalize` is false."""
+    """One vector per string or list of token ids. Vectors have unit length unless `normalize` is false."""
 
     texts: Inputs = Field(description="Texts to embed. Each text is a string or a list of token ids.")
     normalize: StrictBool = Field(default=True, description="Scale vectors to unit length.")

@@ -135,7 +135,7 @@ def test_grammar_that_does_not_compile_is_rejected_with_a_one_line_error(kind: s
 
 def test_matcher_keeps_failing_after_a_text_that_violates_the_grammar() -> None:
     constraint = compiled("regex", "ab").start()
-    with pytest.raises(GrammarFailed, match="matching the text with the grammar or schema failed"):
+    with pytest.raises(GrammarFailed, match="matching the text against the grammar or schema failed"):
         constraint.accept(ord("x"))
     with pytest.raises(GrammarFailed):
         constraint.allows(ALL)
