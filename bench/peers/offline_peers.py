@@ -1,5 +1,6 @@
-"""Run bulk work on the peers. Each run reads prompts from JSONL lines, generates the completions, and writes one line per result.
+"""Run bulk work on the peers.
 
+Each run reads prompts from JSONL lines, generates the completions, and writes one line per result.
 All runs are timed from the start of reading to the end of writing. The server or worker is already warm.
 """
 

@@ -1,4 +1,4 @@
-"""Compare the engine's decode rate with the rate of llama-batched-bench, which only decodes, so its rate is an upper bound."""
+"""Compare the engine's decode rate with its upper bound, the rate of llama-batched-bench, which only decodes."""
 
 from __future__ import annotations
 

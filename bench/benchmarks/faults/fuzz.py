@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--warm-up", type=int, default=200, help="number of random payloads to send before measuring memory and counting keys"
+        "--warm-up",
+        type=int,
+        default=200,
+        help="number of random payloads to send before measuring memory and counting keys",
     )
     parser.add_argument(
         "--corpus", default="", metavar="PART", help="run only corpus entries whose names contain this string"
