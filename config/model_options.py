@@ -16,6 +16,27 @@ from .settings import CacheType, Capability
 class ModelOptions(TypedDict, total=False):
     """All settings of a model except `id`, `source` and `default`. If a value is None, cellama chooses it."""
 
+    n_gpu_layers: int | Literal["auto"] | None
+    devices: Sequence[str] | None
+    split_mode: Literal["none", "layer", "row", "tensor"]
+    tensor_split: Sequence[float] | None
+    main_gpu: int
+    n_cpu_moe: int
+    override_tensors: Sequence[str]
+    kv_offload: bool
+    rpc: Sequence[str]
+    rpc_public: bool
+    use_mmap: bool
+    use_mlock: bool
+    kv_overrides: Mapping[str, bool | int | float | str] | None
+    rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None
+    rope_freq_base: float | None
+    rope_freq_scale: float | None
+    yarn_orig_ctx: int | None
+    yarn_ext_factor: float | None
+    yarn_attn_factor: float | None
+    yarn_beta_fast: float | None
+    yarn_beta_slow: float | None
     hub_cache_dir: str | None
     hub_token: str | None
     hub_force: bool
@@ -35,7 +56,6 @@ class ModelOptions(TypedDict, total=False):
     chunk_size: int | Literal["auto"] | None
     bulk_share: float
     threads: int | Literal["auto"] | None
-    n_gpu_layers: int
     flash_attention: Literal["auto", "on", "off"]
     cache_type_k: CacheType
     cache_type_v: CacheType

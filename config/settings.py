@@ -72,7 +72,92 @@ DEFAULT_KEY_PREFIX = "cellama"
 AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None let cellama choose
 
 
-class ModelSettings(BaseModel):
+class PlacementSettings(BaseModel):
+    """The options that place a model on devices, and that override settings in its file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    n_gpu_layers: AutoInt = Field(
+        default=None,
+        ge=-1,
+        description="Number of layers to place on GPUs (auto: as many as fit). -1 places all layers there.",
+    )
+    devices: tuple[str, ...] | None = Field(
+        default=None,
+        description="Names of the GPUs to use, in order, as listed by `cellama doctor` (default: all GPUs). An empty "
+        "list uses only the CPU.",
+    )
+    split_mode: Literal["none", "layer", "row", "tensor"] = Field(
+        default="layer",
+        description="Distribution over several GPUs: `none` uses only `main_gpu`, `layer` distributes whole layers, "
+        "and `row` and `tensor` split each tensor.",
+    )
+    tensor_split: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
+        default=None,
+        description="Share of the model for each GPU, such as [3, 1] (default: in proportion to the free memory "
+        "of each GPU).",
+    )
+    main_gpu: int = Field(
+        default=0, ge=0, description="Index of the GPU to use with the split mode `none`, counted from 0."
+    )
+    n_cpu_moe: int = Field(
+        default=0,
+        ge=-1,
+        description="Number of layers, from the first, whose experts stay in RAM. -1 keeps the experts of all layers "
+        "in RAM.",
+    )
+    override_tensors: tuple[str, ...] = Field(
+        default=(),
+        description="Devices for individual tensors, as REGEX=DEVICE. The first regular expression that matches a "
+        "tensor's name determines its device.",
+    )
+    kv_offload: bool = Field(
+        default=True, description="Place the KV cache on the GPUs of its layers. If false, it stays in RAM."
+    )
+    rpc: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses of llama.cpp RPC servers, as HOST:PORT, whose devices the model uses after the local "
+        "GPUs.",
+    )
+    rpc_public: bool = Field(
+        default=False,
+        description="Allow RPC servers outside of private networks. Anyone who can reach an RPC server can execute "
+        "code on its machine.",
+    )
+    use_mmap: bool = Field(default=True, description="Map the model file into memory instead of reading it.")
+    use_mlock: bool = Field(
+        default=False, description="Lock the weights in RAM, so that the operating system never swaps them out."
+    )
+    kv_overrides: dict[str, bool | int | float | str] | None = Field(
+        default=None, description="Values that replace keys of the model file's metadata."
+    )
+    rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = Field(
+        default=None, description="RoPE scaling method (default: from the model file)."
+    )
+    rope_freq_base: float | None = Field(
+        default=None, gt=0, description="RoPE base frequency (default: from the model file)."
+    )
+    rope_freq_scale: float | None = Field(
+        default=None, gt=0, description="RoPE frequency scaling factor, such as 0.25 to extend the context 4 times."
+    )
+    yarn_orig_ctx: int | None = Field(
+        default=None, ge=1, description="Training context for YaRN, in tokens (default: from the model file)."
+    )
+    yarn_ext_factor: float | None = Field(
+        default=None, ge=0, description="YaRN extrapolation mix factor. 0 interpolates only (default: by llama.cpp)."
+    )
+    yarn_attn_factor: float | None = Field(
+        default=None, ge=0, description="YaRN factor for the attention magnitude (default: by llama.cpp)."
+    )
+    yarn_beta_fast: float | None = Field(
+        default=None, ge=0, description="YaRN low correction dimension (default: by llama.cpp)."
+    )
+    yarn_beta_slow: float | None = Field(
+        default=None, ge=0, description="YaRN high correction dimension (default: by llama.cpp)."
+    )
+
+
+class ModelSettings(PlacementSettings):
     """A model that a worker loads, with its engine options. If an option is None, cellama chooses its value.
 
     `cellama tune` determines the best values of n_parallel, n_ubatch, threads and kv_layout. Afterwards, cellama uses
@@ -153,9 +238,6 @@ class ModelSettings(BaseModel):
         ge=1,
         le=512,
         description="Number of CPU threads (auto: all cores that other workers and programs leave free).",
-    )
-    n_gpu_layers: int = Field(
-        default=-1, ge=-1, description="Number of layers to offload to the GPU. -1 offloads all layers."
     )
     flash_attention: Literal["auto", "on", "off"] = Field(
         default="auto", description="Flash attention (auto: on if the device supports it)."

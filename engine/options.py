@@ -5,11 +5,12 @@ All values are validated on creation and can't be changed afterwards.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from .errors import InvalidRequest, check, check_int, nearest
+from .errors import InvalidRequest, check, check_int, is_real, nearest
 from .request import defaults_of
 
 DEFAULT_SLOTS = 8  # number of slots; more of them increase throughput and memory use (docs/how-to/performance.md)
@@ -22,10 +23,18 @@ DEFAULT_SAVED_BYTES = 1 << 30  # bytes of KV states in RAM
 DEFAULT_DISK_BYTES = 8 << 30  # bytes of KV states on disk
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
+MAX_OVERRIDE_BYTES = 128  # llama.h: size of a key or a string in llama_model_kv_override, with a final 0
+ROPE_OPTIONS = (
+    *("rope_scaling", "rope_freq_base", "rope_freq_scale"),
+    *("yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"),
+)
+
 FlashAttention = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off"]
 Pooling = Literal["auto", "mean", "cls", "last", "none", "rank"]
 KvLayout = Literal["auto", "unified", "partitioned"]
+SplitMode = Literal["none", "layer", "row", "tensor"]
+RopeScaling = Literal["none", "linear", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,28 @@ class EngineOptions:
     # Share of the slots that bulk requests keep, or get first, while interactive ones wait; see `bulk_slots`.
     bulk_share: float = 0.0
     threads: int | None = None  # number of threads; None = this process's share of the cores (core_sharing.py)
-    n_gpu_layers: int = -1  # layers on the GPU; -1 = all; builds without GPU support ignore it
+    # Placement on devices (engine/llama/placement.py). Builds without GPU support ignore n_gpu_layers.
+    n_gpu_layers: int | None = None  # number of layers on GPUs; -1 = all, None = as many as fit
+    devices: tuple[str, ...] | None = None  # names of the GPUs to use, in order; () = none, None = all
+    rpc: tuple[str, ...] = ()  # addresses HOST:PORT of llama.cpp RPC servers, whose devices follow the local ones
+    rpc_public: bool = False  # allow addresses of RPC servers outside of private networks
+    split_mode: SplitMode = "layer"
+    tensor_split: tuple[float, ...] | None = None  # share of each device; None = in proportion to free memory
+    main_gpu: int = 0  # index in `devices` of the GPU to use with split_mode "none"
+    n_cpu_moe: int = 0  # number of layers, from the first, whose experts stay in RAM; -1 = all
+    override_tensors: tuple[str, ...] = ()  # REGEX=DEVICE; the first match determines a tensor's device
+    kv_offload: bool = True  # KV cells on the devices of their layers, instead of in RAM
+    use_mmap: bool = True  # map the file instead of reading it
+    use_mlock: bool = False  # keep the weights in RAM
+    kv_overrides: Mapping[str, int | float | bool | str] | None = None  # values for keys of the file's metadata
+    rope_scaling: RopeScaling | None = None  # None, here and below, uses the value in the file
+    rope_freq_base: float | None = None
+    rope_freq_scale: float | None = None  # 0.5 doubles the context for which positions are scaled
+    yarn_orig_ctx: int | None = None  # training context in tokens, before YaRN
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
     flash_attention: FlashAttention = "auto"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
@@ -80,7 +110,7 @@ class EngineOptions:
         check_int("cache_disk_bytes", self.cache_disk_bytes, 0)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and "\0" not in self.cache_dir != "")
         check(is_path, "cache_dir", self.cache_dir, "the path of a directory, or None")
-        check_int("n_gpu_layers", self.n_gpu_layers, -1)
+        self._check_placement()
         for name in ("ctx_per_slot", "n_ctx", "chunk_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
@@ -109,6 +139,50 @@ class EngineOptions:
         self._check_one_of("pooling", get_args(Pooling))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
+
+    def _check_placement(self) -> None:
+        if self.n_gpu_layers is not None:
+            check_int("n_gpu_layers", self.n_gpu_layers, -1)
+        for name in ("devices", "rpc", "tensor_split", "override_tensors"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))  # a list after JSON
+        for device in self.devices or ():
+            check(isinstance(device, str) and device != "", "devices", device, "the name of a device")
+        self._check_one_of("split_mode", get_args(SplitMode))
+        if self.rope_scaling is not None:
+            self._check_one_of("rope_scaling", get_args(RopeScaling))
+        shares = self.tensor_split
+        is_split = shares is None or (all(is_real(one) and one >= 0 for one in shares) and sum(shares) > 0)
+        check(is_split, "tensor_split", shares, "shares of 0 or more, at least one of them above 0")
+        if shares is not None and self.devices is not None:
+            condition = f"one share for each of the {len(self.devices)} devices"
+            check(len(shares) == len(self.devices), "tensor_split", shares, condition)
+        check_int("main_gpu", self.main_gpu, 0)
+        check_int("n_cpu_moe", self.n_cpu_moe, -1)
+        for override in self.override_tensors:
+            pattern, _, device = str(override).rpartition("=")
+            check(bool(pattern and device), "override_tensors", override, "REGEX=DEVICE, such as ffn_.*_exps=CPU")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InvalidRequest(f"override_tensors: {pattern!r} is not a regular expression: {error}") from None
+        for address in self.rpc:
+            host, _, port = str(address).rpartition(":")
+            is_address = bool(host) and port.isdigit() and 0 < int(port) < 65536
+            check(is_address, "rpc", address, "HOST:PORT of a llama.cpp RPC server")
+        for key, value in (self.kv_overrides or {}).items():
+            fits = len(str(key).encode()) < MAX_OVERRIDE_BYTES and len(str(value).encode()) < MAX_OVERRIDE_BYTES
+            is_value = isinstance(value, bool | int | str) or is_real(value)
+            condition = f"a bool, a number or a string, and key and value at most {MAX_OVERRIDE_BYTES - 1} bytes"
+            check(fits and is_value, f"kv_overrides.{key}", value, condition)
+        if self.yarn_orig_ctx is not None:
+            check_int("yarn_orig_ctx", self.yarn_orig_ctx, 1)
+        for name in ("rope_freq_base", "rope_freq_scale"):
+            value = getattr(self, name)
+            check(value is None or (is_real(value) and value > 0), name, value, "a number above 0")
+        for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+            value = getattr(self, name)
+            check(value is None or (is_real(value) and value >= 0), name, value, "a number, 0 or more")
 
     @property
     def num_slots(self) -> int:
@@ -157,6 +231,17 @@ class EngineOptions:
             cache_dir=None,
             sampling=None,
             logits_processors=(),
+            n_cpu_moe=0,
+            override_tensors=(),
+            kv_overrides=None,
+            rope_scaling=None,
+            rope_freq_base=None,
+            rope_freq_scale=None,
+            yarn_orig_ctx=None,
+            yarn_ext_factor=None,
+            yarn_attn_factor=None,
+            yarn_beta_fast=None,
+            yarn_beta_slow=None,
         )
 
     @property

@@ -149,7 +149,7 @@ class EmbedCall(EmbedParams, total=False):
 
 
 class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
-    """One vector per string or list of token ids, of unit length unless `normalize` is false."""
+    """One vector per string or list of token ids. Vectors have unit length unless `normalize` is false."""
 
     def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
 

@@ -17,6 +17,7 @@ import typer
 from rich.table import Table
 
 from cellama.config import ModelSettings, get_settings
+from cellama.config.settings import PlacementSettings
 from cellama.tasks.contract.codes import Exit
 
 from .options import JsonOption
@@ -25,7 +26,8 @@ from .services import check_installed
 
 CHOICES = ("n_parallel", "kv_layout", "n_ubatch", "threads")
 MEASURED_WITH = (
-    *("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v"),
+    *PlacementSettings.model_fields,
+    *("flash_attention", "cache_type_k", "cache_type_v"),
     *("n_batch", "chunk_size", "batch_strategy", "pooling"),
 )
 EXIT_TIMEOUT_S = 10.0  # time for the measuring process to free its model after an interrupt, before it is killed
@@ -80,15 +82,20 @@ def _request(model: ModelSettings, seconds: float, threads: int | None, slots: i
         "source": model.source,
         "options": {name: getattr(model, name) for name in MEASURED_WITH},
         "capabilities": model.capabilities,
-        "hub": {
-            "cache_dir": model.hub_cache_dir,
-            "token": model.hub_token,
-            "force": model.hub_force,
-            "offline": model.hub_offline,
-        },
+        "hub": hub_options(model),
         "seconds": seconds,
         "max_threads": threads,
         "max_slots": slots,
+    }
+
+
+def hub_options(model: ModelSettings) -> dict[str, Any]:
+    """Return the settings of a model for downloads from the Hub, as fields of HubOptions."""
+    return {
+        "cache_dir": model.hub_cache_dir,
+        "token": model.hub_token,
+        "force": model.hub_force,
+        "offline": model.hub_offline,
     }
 
 

@@ -117,7 +117,7 @@ def models_load_command(
 
     Example:  cellama models load big /models/big.gguf --set n_parallel=16
     """
-    options = _options(option or [])
+    options = options_of_call(option or [])
     given_id, source = (None, model) if source is None else (model, source)
     target: dict[str, Any] = {"worker": worker, "pool": pool}
     with Client() as client, _loading(model, f"cellama models unload {given_id or 'ID'}"):
@@ -290,7 +290,7 @@ def _loading(name: str, undo: str) -> Iterator[None]:
         raise
 
 
-def _options(given: list[str]) -> dict[str, Any]:
+def options_of_call(given: list[str]) -> dict[str, Any]:
     """Parse options given as NAME=VALUE. Values that are not valid JSON are treated as text."""
     options: dict[str, Any] = {}
     for entry in given:

@@ -3,9 +3,9 @@
 from .backend import LlamaBackend
 from .devices import devices, machine
 from .embedding import LlamaEmbeddingBackend, PairFormat
-from .gguf_files import fingerprint
 from .load_plan import DraftParts, LoadPlan, check_draft, load_contexts, load_draft, missing_reason, plan_load
-from .model import LlamaModel
+from .model import LlamaModel, fingerprint_of
+from .placement import connect_all
 
 __all__ = [
     "DraftParts",
@@ -15,8 +15,9 @@ __all__ = [
     "LoadPlan",
     "PairFormat",
     "check_draft",
+    "connect_all",
     "devices",
-    "fingerprint",
+    "fingerprint_of",
     "load_contexts",
     "load_draft",
     "machine",

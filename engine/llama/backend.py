@@ -20,7 +20,7 @@ from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Samp
 from cellama.engine.errors import GrammarFailed, InvalidRequest, ModelLoadFailed
 from cellama.engine.grammar.grammars import CompiledGrammar, GrammarSpec
 from cellama.engine.memory.open_sizes import STREAM_PADDING
-from cellama.engine.options import EngineOptions
+from cellama.engine.options import ROPE_OPTIONS, EngineOptions, RopeScaling
 from cellama.engine.request import CONSTRAINTS, SamplingParams, TokenLogprob
 from cellama.engine.sampling.dry import Breakers
 from cellama.engine.sampling.processors import (
@@ -49,6 +49,12 @@ CACHE_TYPES = {  # types of KV cells and their numbers in ggml.h
     "q5_0": lib.GGML_TYPE_Q5_0,
     "q4_1": lib.GGML_TYPE_Q4_1,
     "q4_0": lib.GGML_TYPE_Q4_0,
+}
+ROPE_SCALING: dict[RopeScaling, int] = {
+    "none": lib.LLAMA_ROPE_SCALING_TYPE_NONE,
+    "linear": lib.LLAMA_ROPE_SCALING_TYPE_LINEAR,
+    "yarn": lib.LLAMA_ROPE_SCALING_TYPE_YARN,
+    "longrope": lib.LLAMA_ROPE_SCALING_TYPE_LONGROPE,
 }
 _OMP_PAUSE_SOFT = 1  # omp.h: frees the threads and keeps OpenMP's settings
 _FLASH_ATTENTION = {
@@ -105,9 +111,9 @@ def _padded(num_tokens: int) -> int:
 def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
     """Return a digest of everything that affects a context's states, except tokens and adapters.
 
-    `load_log` contains the lines that llama.cpp logged when it created the context. The file's fingerprint covers the
-    file's own settings, such as the RoPE parameters. llama.cpp's states have no version number. The digest therefore
-    includes the llama.cpp version, so an update invalidates all states.
+    `load_log` contains the lines that llama.cpp logged when it created the context. The model's fingerprint covers the
+    file's own settings, such as the RoPE parameters, and the options that override them. llama.cpp's states have no
+    version number. The digest therefore includes the llama.cpp version, so an update invalidates all states.
     """
     flash_refused = any(
         "Flash Attention not supported" in line or "flash_attn is not compat" in line for line in load_log
@@ -394,6 +400,9 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
     params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
     params.type_k = CACHE_TYPES[options.cache_type_k]
     params.type_v = CACHE_TYPES[options.cache_type_v]
+    params.offload_kqv = options.kv_offload
+    for name, value in rope_params(options).items():
+        setattr(params, name, value)
     params.swa_full = True  # so that states can be cut back to any length (docs/adr/010-cutting-states-back.md)
     for name, value in overrides.items():
         setattr(params, name, value)
@@ -405,6 +414,13 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
             "lower n_parallel or ctx_per_slot, or choose another cache type"
         )
     return context
+
+
+def rope_params(options: EngineOptions) -> dict[str, Any]:
+    """Return the RoPE parameters of a context that the options set. llama.cpp reads the others from the file."""
+    given = {name: value for name in ROPE_OPTIONS if (value := getattr(options, name)) is not None}
+    scaling = given.pop("rope_scaling", None)
+    return given if scaling is None else {**given, "rope_scaling_type": ROPE_SCALING[scaling]}
 
 
 def set_threads(context: Any, count: int) -> None:

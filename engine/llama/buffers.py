@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import llama_cpp
 
@@ -27,12 +27,12 @@ _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) 
 _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) MiB")
 
 
-def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
+def kv_and_compute(lines: Iterable[str], gpus: Mapping[str, str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
     """Return the memory that contexts use on each device, based on what llama.cpp logged when creating the contexts.
 
     `with_memory` must be true if any of the contexts has cells or states. Raises ModelLoadFailed if a size is missing.
     """
-    lines, gpus = list(lines), list(gpus)
+    lines = list(lines)
     _require(lines, "compute buffers", _COMPUTE)
     _require(lines, "outputs", _OUTPUT)
     if with_memory:
@@ -52,7 +52,7 @@ def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bo
     return {device: MemoryUse(0, kv[device], compute[device]) for device in {**kv, **compute}}
 
 
-def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
+def states(lines: Iterable[str], gpus: Mapping[str, str]) -> dict[str, int]:
     """Return the number of bytes that the states of recurrent layers occupy on each device."""
     found = Counter[str]()
     for match in filter(None, map(_STATES.search, lines)):
@@ -60,7 +60,7 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
     return dict(found)
 
 
-def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
+def loaded_weights(lines: Iterable[str], gpus: Mapping[str, str], size_bytes: int) -> dict[str, MemoryUse]:
     """Return the memory that loaded weights occupy on each device, based on what llama.cpp logged during the load.
 
     `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice: in the mapped file, and repacked
@@ -90,11 +90,18 @@ def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
     return dict(Counter(match[2] for match in filter(None, map(_LAYER.search, lines))))
 
 
-def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, MemoryUse]:
+def planned_weights(
+    lines: Iterable[str],
+    tensors: Mapping[str, int],
+    override: Callable[[str], str | None] = lambda name: None,
+    *,
+    mapped: bool = True,
+) -> dict[str, MemoryUse]:
     """Return the memory that the weights will occupy on each device, based on the log of a dry load.
 
-    `tensors` maps tensor names to sizes in bytes. Each layer is on the device named in the log, the output is on the
-    last layer's device, and all other tensors are on the CPU. Raises ModelLoadFailed.
+    `tensors` maps tensor names to sizes in bytes. `override` returns the device that the options choose for a tensor,
+    or None. Otherwise, each layer is on the device named in the log, the output is on the last layer's device, and all
+    other tensors are on the CPU. `mapped` tells whether the file is mapped. Raises ModelLoadFailed.
     """
     lines = list(lines)
     _require(lines, "the devices of layers", _LAYER)
@@ -102,7 +109,9 @@ def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[st
     output = device_of_layer.get(max(device_of_layer, default=0), CPU)
     sizes = Counter[str]()
     for name, num_bytes in tensors.items():
-        if name.startswith("blk."):
+        if (chosen := override(name)) is not None:
+            sizes[chosen] += num_bytes
+        elif name.startswith("blk."):
             sizes[device_of_layer.get(int(name.split(".")[1]), CPU)] += num_bytes
         else:
             sizes[output if name.startswith("output") else CPU] += num_bytes
@@ -110,7 +119,9 @@ def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[st
         output != CPU and "output.weight" not in tensors
     ):  # the output shares the weights of the embedding, which are copied to its device
         sizes[output] += tensors.get("token_embd.weight", 0)
-    return {device: MemoryUse(size, mapped_bytes=size if device == CPU else 0) for device, size in sizes.items()}
+    return {
+        device: MemoryUse(size, mapped_bytes=size if mapped and device == CPU else 0) for device, size in sizes.items()
+    }
 
 
 def _require(lines: Iterable[str], subject: str, *patterns: re.Pattern[str]) -> None:
@@ -125,9 +136,30 @@ def _unknown(subject: str) -> ModelLoadFailed:
     )
 
 
-def device_of(buffer: str, gpus: Iterable[str]) -> str:
-    """Return the device that contains a buffer.
+def device_of(buffer: str, gpus: Mapping[str, str]) -> str:
+    """Return the device that contains a buffer. `gpus` maps the names of buffers to devices (`devices.gpu_buffers`).
 
     For example, "CUDA0_Split" is on CUDA0, and pinned memory ("CUDA_Host") is in RAM.
     """
-    return next((gpu for gpu in gpus if buffer == gpu or buffer.startswith(f"{gpu}_")), CPU)
+    return next((gpu for name, gpu in gpus.items() if buffer == name or buffer.startswith(f"{name}_")), CPU)
+
+
+def shared_name(devices: Iterable[str]) -> str:
+    """Return llama.cpp's name for devices that share every layer (split mode tensor), or for their buffers."""
+    return f"Meta({','.join(devices)})"
+
+
+def divided(usage: Mapping[str, MemoryUse], shares: Mapping[str, float]) -> dict[str, MemoryUse]:
+    """Divide the memory that devices share (split mode tensor) between them, in proportion to their `shares`.
+
+    llama.cpp rounds the shares to whole rows, and gives each device a copy of small tensors.
+    """
+    together, total = shared_name(shares), sum(shares.values())
+    found = {device: use for device, use in usage.items() if device != together}
+    if together in usage:
+        use = usage[together]
+        for device, share in shares.items():
+            found[device] = MemoryUse(
+                *(int(size * share / total) for size in (use.weights_bytes, use.kv_bytes, use.compute_bytes))
+            )
+    return found

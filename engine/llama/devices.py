@@ -8,8 +8,7 @@ from typing import Any
 import llama_cpp
 import llama_cpp.llama_cpp as lib
 
-from cellama.engine.llama.ggml_backends import ggml_function
-from cellama.engine.llama.model import initialise
+from cellama.engine.llama.ggml_backends import ggml_function, initialise
 from cellama.engine.memory.budget import CPU, Device, DeviceKind
 from cellama.engine.memory.free_memory import ram
 from cellama.engine.system.processors import available_cores
@@ -27,6 +26,8 @@ _get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
 _name = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
 _describe = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
 _kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+_buffer_type = ggml_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+_buffer_name = ggml_function("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
 _memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _size_p, _size_p)(("ggml_backend_dev_memory", lib._lib))
 
 
@@ -55,8 +56,25 @@ def _device(pointer: int) -> Device | None:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of all devices except the CPU."""
-    return [device.name for device in devices() if device.kind != "cpu"]
+    """Return the names of all devices except the CPU, including the devices of connected RPC servers."""
+    initialise()
+    pointers = [pointer for pointer in map(_get, range(_count())) if _KINDS.get(_kind(pointer), "cpu") != "cpu"]
+    return [_name(pointer).decode() for pointer in pointers]
+
+
+def gpu_buffers() -> dict[str, str]:
+    """Return the names of the GPUs, keyed by the names of their buffers in llama.cpp's log.
+
+    Both names are equal for local GPUs. The buffers of RPC devices have names such as "RPC0[10.0.0.2:50052]".
+    """
+    return {_buffer_name(_buffer_type(pointer_of(name))).decode(): name for name in gpu_names()}
+
+
+def pointer_of(name: str) -> int:
+    """Return ggml's pointer to the device with this name. Raises KeyError."""
+    initialise()
+    pointers = {_name(pointer).decode(): pointer for pointer in map(_get, range(_count()))}
+    return int(pointers[name])
 
 
 def machine() -> dict[str, Any]:

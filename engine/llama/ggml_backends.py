@@ -19,6 +19,8 @@ import llama_cpp.llama_cpp as lib
 
 from cellama.engine.errors import ModelLoadFailed
 
+from . import log as llama_log
+
 LIBRARIES = Path(lib._lib._name).absolute().parent
 # LlamaModel disables AMX and with it repacked weights. On a CPU with AMX, the second best variant can use these.
 AMX_VARIANT = "libggml-cpu-sapphirerapids.so"
@@ -41,6 +43,17 @@ def ggml_function(name: str, result: type | None, *arguments: type) -> ctypes._N
     return function
 
 
+def registry_function(backend: str, name: str, result: type | None, *arguments: type) -> ctypes._FuncPointer | None:
+    """Return a function that a ggml backend exports under a name, or None without this backend or function."""
+    load_backends()
+    registry = _backend(backend.encode())
+    address = _function_address(registry, name.encode()) if registry else None
+    return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+
+_function_address = ggml_function(
+    "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+)
 _num_backends = ggml_function("ggml_backend_reg_count", ctypes.c_size_t)
 _load_all = ggml_function("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
 _backend = ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
@@ -66,6 +79,17 @@ def load_backends() -> None:
             f"llama.cpp: {LIBRARIES} contains no backend for this CPU; reinstall llama-cpp-python "
             "(docs/how-to/install.md, Build for another CPU)"
         )
+
+
+@functools.cache
+def initialise() -> None:
+    """Initialize llama.cpp. Repeated calls have no effect.
+
+    Raises ModelLoadFailed if llama.cpp has no backend for this CPU.
+    """
+    llama_log.install()
+    load_backends()
+    lib.llama_backend_init()
 
 
 @functools.cache

@@ -10,8 +10,9 @@ planning measures increasingly large contexts until a context does not fit.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,11 @@ from cellama.engine.options import CAPABILITIES, Capability, EngineOptions, Uses
 
 from . import buffers, log as llama_log
 from .backend import LlamaBackend
-from .devices import gpu_names
+from .devices import gpu_buffers
 from .embedding import MAX_TEXTS, LlamaEmbeddingBackend, own_pooling
 from .gguf_files import parts, tensors
 from .model import LlamaModel
+from .placement import device_of_tensor
 
 _FLOAT_BYTES = 4
 _PROBE = "Planning 1 load."
@@ -42,6 +44,7 @@ ENCODERS = frozenset(
 _NO_HEAD = "its file has no classification head; use a model that was trained and converted as a reranker"
 _HEADS = ("cls.weight", "cls.output.weight")
 GENERATES = Uses(frozenset({"generate"}))
+_ON_CPU = EngineOptions(n_gpu_layers=0, devices=())
 _TYPE_BITS = 0x3F  # the attributes of a token that are its type; the others affect tokenization (llama_token_attr)
 
 
@@ -159,7 +162,13 @@ class LoadPlan:
     options: EngineOptions
     footprint: Footprint
     uses: Uses
+    layers: Mapping[str, int]  # number of layers by device, including the output layer
     tuned: tuple[str, ...] = ()  # names of the options with values from `cellama tune`
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers on all devices."""
+        return sum(self.layers.values())
 
 
 def plan_load(
@@ -171,10 +180,36 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load that fits into the available memory, if possible with these options.
 
-    If no capabilities are requested, they are chosen based on the model's file. Raises ModelLoadFailed, WrongCapability
-    and InvalidRequest.
+    If no capabilities are requested, they are chosen based on the model's file. If the number of layers on GPUs is not
+    set, as many layers as fit are placed there. Raises ModelLoadFailed, WrongCapability and InvalidRequest.
     """
-    dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
+    if options.n_gpu_layers is not None:
+        return _plan_layers(model_id, path, options, requested, available)
+    plan = _plan_layers(model_id, path, replace(options, n_gpu_layers=-1), requested, available)
+    if available.shortage(plan.footprint) is None or not set(plan.footprint.devices) - {CPU}:
+        return plan
+    # With fewer layers on GPUs, a plan needs less of their memory, so a binary search finds the largest number.
+    fits, too_many = 0, plan.num_layers
+    plan = _plan_layers(model_id, path, replace(options, n_gpu_layers=0), requested, available)
+    while too_many - fits > 1:
+        num_layers = (fits + too_many) // 2
+        tried = _plan_layers(model_id, path, replace(options, n_gpu_layers=num_layers), requested, available)
+        if available.shortage(tried.footprint) is None:
+            fits, plan = num_layers, tried
+        else:
+            too_many = num_layers
+    return plan
+
+
+def _plan_layers(
+    model_id: str,
+    path: Path,
+    options: EngineOptions,
+    requested: frozenset[Capability] | None,
+    available: AvailableMemory,
+) -> LoadPlan:
+    """Plan a load with this number of layers on GPUs."""
+    dry = LlamaModel(path, options, dry=True)
     try:
         dry.tokenize(_PROBE, parse_special=True)  # some damaged vocabularies abort the process only here
         return _DryLoad(dry, options, choose_uses(model_id, dry, requested, options), available).plan()
@@ -189,8 +224,8 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
     """
     with llama_log.capture() as lines:
         backends = Backends.make(model, options, uses)
-    weights = buffers.loaded_weights(model.load_log, gpu_names(), model.info.size_bytes)
-    taken = _measure(model, lines, backends, weights)
+    weights = buffers.loaded_weights(model.load_log, _buffers_of(model), model.info.size_bytes)
+    taken = _measure(model, lines, backends, weights, options)
     if saves_states(options, uses):
         taken = with_quota(taken, options.held_bytes)
     return backends, taken, buffers.layers_per_device(model.load_log)
@@ -201,15 +236,26 @@ def saves_states(options: EngineOptions, uses: Uses) -> bool:
     return uses.generates and options.cache_prompt
 
 
+def _buffers_of(model: LlamaModel) -> dict[str, str]:
+    """Return the names of the model's devices, keyed by the names of their buffers in llama.cpp's log."""
+    found = gpu_buffers()
+    own = {device: buffer for buffer, device in found.items() if device in model.devices}
+    return {**found, buffers.shared_name(own[device] for device in model.devices): buffers.shared_name(model.devices)}
+
+
 def _measure(
-    model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, MemoryUse]
+    model: LlamaModel,
+    load_log: Iterable[str],
+    backends: Backends,
+    weights: dict[str, MemoryUse],
+    options: EngineOptions,
 ) -> Footprint:
     """Return the memory that a model needs with these contexts, including memory for the largest possible outputs.
 
     `load_log` contains the lines that llama.cpp logged when it created the contexts.
     """
     usage = Counter[str](), Counter[str]()
-    sizes = buffers.kv_and_compute(load_log, gpu_names(), with_memory=backends.have_memory)
+    sizes = buffers.kv_and_compute(load_log, _buffers_of(model), with_memory=backends.have_memory)
     for device, one in sizes.items():
         usage[0][device] += one.kv_bytes
         usage[1][device] += one.compute_bytes
@@ -217,12 +263,12 @@ def _measure(
         # llama.cpp starts with one output per text. When a batch needs more, it allocates one per token, with logits.
         rows = max(0, backend.max_tokens - backend.max_texts)
         usage[1][CPU] += rows * (model.info.n_vocab + model.info.n_embd) * _FLOAT_BYTES
-    return Footprint(
-        {
-            device: replace(weights.get(device, MemoryUse()), kv_bytes=usage[0][device], compute_bytes=usage[1][device])
-            for device in dict.fromkeys([CPU, *weights, *usage[0], *usage[1]])
-        }
-    )
+    found = {
+        device: replace(weights.get(device, MemoryUse()), kv_bytes=usage[0][device], compute_bytes=usage[1][device])
+        for device in dict.fromkeys([CPU, *weights, *usage[0], *usage[1]])
+    }
+    shares = options.tensor_split or (1.0,) * len(model.devices)
+    return Footprint(buffers.divided(found, dict(zip(model.devices, shares, strict=True))) if model.devices else found)
 
 
 def _divided(num_tokens: int | None, divisor: int) -> int | None:
@@ -244,11 +290,12 @@ class _DryLoad:
         self._weights = self._plan_weights()
 
     def _plan_weights(self) -> dict[str, MemoryUse]:
-        size = self._model.info.size_bytes
-        if set(buffers.layers_per_device(self._model.load_log)) <= {CPU}:
-            return {CPU: MemoryUse(size, mapped_bytes=size)}
+        size, overrides, mapped = self._model.info.size_bytes, self._model.tensor_overrides, self._options.use_mmap
+        if set(buffers.layers_per_device(self._model.load_log)) <= {CPU} and not overrides:
+            return {CPU: MemoryUse(size, mapped_bytes=size if mapped else 0)}
         sizes = {tensor.name: tensor.num_bytes for part in parts(self._model.path) for tensor in tensors(part)}
-        return buffers.planned_weights(self._model.load_log, sizes)
+        override = functools.partial(device_of_tensor, overrides=overrides)
+        return buffers.planned_weights(self._model.load_log, sizes, override, mapped=mapped)
 
     def plan(self) -> LoadPlan:
         plan = self._plan_context()
@@ -259,9 +306,10 @@ class _DryLoad:
         return replace(plan, options=options, footprint=with_quota(plan.footprint, options.held_bytes))
 
     def _plan_context(self) -> LoadPlan:
+        layers = buffers.layers_per_device(self._model.load_log)
         states = self._too_large_states()
         if states is not None:
-            return LoadPlan(self._options, states, self._uses)
+            return LoadPlan(self._options, states, self._uses, layers)
         options = self._options
         if options.n_ctx is None and options.ctx_per_slot is None and self._uses.generates:
             trained = self._model.info.n_ctx_train
@@ -269,8 +317,8 @@ class _DryLoad:
             ctx, footprint = choose_ctx(
                 lambda ctx: self._approach(replace(options, ctx_per_slot=ctx)), self._available, trained, first=first
             )
-            return LoadPlan(replace(options, ctx_per_slot=ctx), footprint, self._uses)
-        return LoadPlan(options, self._approach(options), self._uses)
+            return LoadPlan(replace(options, ctx_per_slot=ctx), footprint, self._uses, layers)
+        return LoadPlan(options, self._approach(options), self._uses, layers)
 
     def _approach(self, options: EngineOptions) -> Footprint:
         """Return the memory that a model needs with these options.
@@ -294,7 +342,7 @@ class _DryLoad:
         with llama_log.capture() as lines:
             backends = Backends.make(self._model, options, self._uses)
             backends.close()
-        return _measure(self._model, lines, backends, self._weights)
+        return _measure(self._model, lines, backends, self._weights, options)
 
     def _too_large_states(self) -> Footprint | None:
         """Return the minimum memory for a recurrent model's states if the states don't fit, and None otherwise."""
@@ -304,7 +352,7 @@ class _DryLoad:
         options = replace(self._options, n_parallel=1, n_ctx=None, ctx_per_slot=1)
         with llama_log.capture() as lines:
             Backends.make(self._model, options, Uses(frozenset({"generate"}))).close()
-        one = buffers.states(lines, gpu_names())
+        one = buffers.states(lines, _buffers_of(self._model))
         slots = self._options.num_slots * self._uses.generates + MAX_TEXTS * (self._uses.embeds + self._uses.ranks)
         devices = dict.fromkeys([*self._weights, *one])
         usage = {
@@ -344,8 +392,8 @@ def vocabulary_of(model: LlamaModel) -> tuple[str, list[bytes]]:
 def check_draft(path: Path, model_path: Path) -> None:
     """Raise ModelLoadFailed unless the model at `path` can draft for the other model. No weights are read."""
     with (
-        closing(LlamaModel(path, n_gpu_layers=0, dry=True)) as draft,
-        closing(LlamaModel(model_path, n_gpu_layers=0, dry=True)) as model,
+        closing(LlamaModel(path, _ON_CPU, dry=True)) as draft,
+        closing(LlamaModel(model_path, _ON_CPU, dry=True)) as model,
     ):
         for one, role in ((model, "have a draft model"), (draft, "be a draft model")):
             if lib.llama_model_is_recurrent(one.pointer) or lib.llama_model_is_hybrid(one.pointer):
@@ -363,7 +411,7 @@ def check_draft(path: Path, model_path: Path) -> None:
 
 def load_draft(path: Path, options: EngineOptions) -> DraftParts:
     """Load a draft model for a model with these options. Raises ModelLoadFailed."""
-    weights = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
+    weights = LlamaModel(path, options.of_draft)
     try:
         backends, footprint, _ = load_contexts(weights, options.of_draft, GENERATES)
     except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from cellama.config.logging import event_logger
 from cellama.engine.backend import ModelInfo
 from cellama.engine.errors import AdapterLoadFailed, EngineStopped, InvalidRequest, ModelLoadFailed
 from cellama.engine.grammar.grammars import Grammars
-from cellama.engine.llama.ggml_backends import load_backends
+from cellama.engine.llama.ggml_backends import initialise
 from cellama.engine.llama.gguf_files import check_adapter_file, fingerprint
 from cellama.engine.llama.pretokenizers import PreTokenizer
+from cellama.engine.options import ROPE_OPTIONS, EngineOptions
 from cellama.engine.sampling.dry import Breakers, find_breaker, joined
 from cellama.engine.text.markup import SpecialToken, tokenize_marked
 
 from . import log as llama_log
+from .placement import ModelParams
 
 log = event_logger(__name__)
 
@@ -45,17 +48,6 @@ def _encode(text: str) -> bytes:
 
 
 @functools.cache
-def initialise() -> None:
-    """Initialise llama.cpp. Repeated calls have no effect.
-
-    Raises ModelLoadFailed if llama.cpp has no backend for this CPU.
-    """
-    llama_log.install()
-    load_backends()
-    lib.llama_backend_init()
-
-
-@functools.cache
 def _has_amx() -> bool:
     """Return whether llama.cpp was built with AMX kernels, which can crash the process.
 
@@ -71,6 +63,16 @@ def _has_amx() -> bool:
         "(docs/how-to/install.md, Build for another CPU)",
     )
     return True
+
+
+def fingerprint_of(path: Path, options: EngineOptions) -> str:
+    """Return an id of a file's content and of the options that override the file's settings. Raises ModelLoadFailed."""
+    given = {name: value for name in ROPE_OPTIONS if (value := getattr(options, name)) is not None}
+    overrides = sorted((options.kv_overrides or {}).items())
+    content = fingerprint(path)
+    if not given and not overrides:
+        return content
+    return hashlib.sha256(repr((content, given, overrides)).encode()).hexdigest()
 
 
 class Lifetime:
@@ -129,15 +131,17 @@ class LlamaModel:
     The model also implements Vocabulary. Any thread may tokenize and look up tokens.
     """
 
-    def __init__(self, path: Path, *, n_gpu_layers: int = -1, vocab_only: bool = False, dry: bool = False) -> None:
-        """Load the file. Raises ModelLoadFailed.
+    def __init__(
+        self, path: Path, options: EngineOptions | None = None, *, vocab_only: bool = False, dry: bool = False
+    ) -> None:
+        """Load the file. `options` place the weights on devices. Raises ModelLoadFailed and InvalidRequest.
 
         With `vocab_only`, the model can only tokenize. With `dry`, the model has no weights, and its contexts have no
         cells. llama.cpp logs the contexts' buffer sizes (no_alloc in llama.h), but the contexts must not be used.
         """
         initialise()
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+        placed = ModelParams(options or EngineOptions())
+        params = placed.value
         params.vocab_only = vocab_only
         params.use_extra_bufts = not _has_amx()
         if dry:
@@ -152,9 +156,10 @@ class LlamaModel:
                 "the file may be damaged or unsupported; download or convert it again"
             )
         self.path = path
+        self.devices, self.tensor_overrides = placed.devices, placed.overrides
         self.lifetime = Lifetime(f"model {str(path)!r}")
         self.vocab = lib.llama_model_get_vocab(self.pointer)
-        self.info = self._read_info("" if vocab_only or dry else fingerprint(path))
+        self.info = self._read_info("" if vocab_only or dry else fingerprint_of(path, options or EngineOptions()))
         has_words = lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE
         self._pre_tokenizer = PreTokenizer(self.metadata("tokenizer.ggml.pre") or "" if has_words else None)
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab

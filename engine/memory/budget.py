@@ -226,9 +226,16 @@ class Budget:
                 free = {name: min(size, self._before.get(name, size)) for name, size in free.items()}
             return AvailableMemory(free)
 
+    def _settled(self) -> Iterable[str]:
+        return self._taken.keys() - self._in_flight
+
     def _measured(self) -> dict[str, int]:
-        free = {device.name: device.free_bytes - margin(device) for device in self._devices()}
-        for model_id in self._taken.keys() - self._in_flight:
+        free = {}
+        for device in self._devices():
+            # RPC servers that compute on a CPU report all of its memory as free, even after loads.
+            taken = sum(self._taken[model_id].on(device.name).total_bytes for model_id in self._settled())
+            free[device.name] = min(device.free_bytes, device.total_bytes - taken) - margin(device)
+        for model_id in self._settled():
             for name, usage in self._taken[model_id].devices.items():
                 if name in free:
                     free[name] -= usage.mapped_bytes

@@ -50,6 +50,14 @@ log = event_logger(__name__)
 TIMEOUT_S = 120.0  # seconds; a plan usually takes less than 1 s, and a few seconds while an engine is busy
 CPU_S = 60  # seconds of processor time; a plan takes less than 1 s
 MIN_DATA_BYTES = 2 << 30  # the child may allocate the free RAM, and at least this
+_ON_CPU: dict[str, Any] = {
+    "n_gpu_layers": 0,
+    "devices": (),
+    "split_mode": "layer",
+    "tensor_split": None,
+    "main_gpu": 0,
+    "override_tensors": (),
+}
 _BUILD_DIRECTORY = re.compile(r"^\S*/(?=[\w.-]+:\d+:)")  # the path of the source file in an assertion's message
 _ERRORS: dict[str, type[EngineError]] = {
     error.code: error for error in (ModelLoadFailed, WrongCapability, InvalidRequest)
@@ -98,8 +106,11 @@ class MemoryAdmission:
         The plan contains the tuned options, the context size, and the capabilities. Raises InsufficientMemory,
         ModelLoadFailed, WrongCapability, InvalidRequest.
         """
+        from cellama.engine.llama import connect_all
+
         failed: set[str] = set()  # models that could not be evicted
         with self._plan_lock:
+            connect_all(options)  # so that the budget knows the devices of RPC servers
             while True:
                 available = self.budget.available()
                 plan = at_low_priority(functools.partial(plan_in_child, model_id, path, options, requested, available))
@@ -260,10 +271,19 @@ def _plan_one(
         "available": dict(available.free),
         "drafts_for": None if drafts_for is None else str(drafts_for),
     }
-    answer = _run_child(path, json.dumps(request))
+    if not options.rpc:
+        return _plan_of(_checked(_run_child(path, json.dumps(request))))
+    # An RPC server serves one process at a time, which may be this one, so the child only checks the file.
+    on_cpu = replace(options, rpc=(), **_ON_CPU)
+    _checked(_run_child(path, json.dumps({**request, "options": asdict(on_cpu)})))
+    return _plan_of(_plan(request))
+
+
+def _checked(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the child's answer, or raise the error that it contains."""
     if "error" in answer:
         raise _ERRORS.get(answer["code"], ModelLoadFailed)(answer["error"])
-    return _plan_of(answer)
+    return answer
 
 
 def _run_child(path: Path, request: str) -> Mapping[str, Any]:
@@ -305,6 +325,7 @@ def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
         "footprint": {name: asdict(usage) for name, usage in plan.footprint.devices.items()},
         "capabilities": sorted(plan.uses.capabilities),
         "pooling": plan.uses.pooling,
+        "layers": dict(plan.layers),
         "tuned": list(plan.tuned),
     }
 
@@ -314,7 +335,7 @@ def _plan_of(answer: Mapping[str, Any]) -> LoadPlan:
 
     footprint = Footprint({name: MemoryUse(**usage) for name, usage in answer["footprint"].items()})
     uses = Uses(frozenset(answer["capabilities"]), answer["pooling"])
-    return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, tuned=tuple(answer["tuned"]))
+    return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, answer["layers"], tuned=tuple(answer["tuned"]))
 
 
 # In the child

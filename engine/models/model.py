@@ -357,7 +357,7 @@ class Model(Texts):
         self._engine: Engine | None = None
         self._embedder: Embedder | None = None
         self._reranker: Reranker | None = None
-        self._weights = at_low_priority(lambda: LlamaModel(path, n_gpu_layers=options.n_gpu_layers))
+        self._weights = at_low_priority(lambda: LlamaModel(path, options))
         try:
             super().__init__(model_id, self._weights, control_tokens_in_text=options.control_tokens_in_text)
             self._load(uses, adapters or {})

@@ -25,7 +25,10 @@ from cellama.engine.options import EngineOptions
 log = event_logger(__name__)
 
 VERSION = 1
-SAME_OPTIONS = ("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v")
+SAME_OPTIONS = (
+    *("n_gpu_layers", "devices", "rpc", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe", "override_tensors"),
+    *("kv_offload", "flash_attention", "cache_type_k", "cache_type_v"),
+)
 
 Conditions = dict[str, Any]  # JSON
 
@@ -104,9 +107,9 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
     names = _unset(options)
     if not names or not directory().is_dir():
         return options, ()
-    from cellama.engine.llama import fingerprint
+    from cellama.engine.llama import fingerprint_of
 
-    setup = find_result(fingerprint(path), conditions(options))
+    setup = find_result(fingerprint_of(path, options), conditions(options))
     if setup is None:
         return options, ()
     found = {name: value for name in names if (value := getattr(setup, name)) is not None}

@@ -148,7 +148,7 @@ def tune(
     requested = None if capabilities is None else frozenset(capabilities)
     plan, slots = _plan(path, options, requested, min(max_slots, MAX_SLOTS, options.n_batch))
     threads = min(max_threads or available_cores(), available_cores())
-    weights = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
+    weights = LlamaModel(path, options)
     try:
         rig = TuningRig(weights, options, plan, started, seconds)
 
