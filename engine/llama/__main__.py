@@ -16,8 +16,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as lib
 
 from .devices import machine
-from .ggml_backends import cpu_variant
-from .ggml_backends import initialise
+from .ggml_backends import cpu_variant, initialise
 
 _FEATURE = re.compile(r"(\w+) = 1\b")  # in "CPU : SSE3 = 1 | AVX = 1 | "
 

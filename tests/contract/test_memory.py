@@ -263,7 +263,7 @@ def test_gpu_layers_count_toward_gpu_memory() -> None:
         "sched_reserve:      CUDA0 compute buffer size =    30.00 MiB",
         "sched_reserve:  CUDA_Host compute buffer size =     3.00 MiB",
     ]
-    assert buffers.kv_and_compute(contexts, ["CUDA0"]) == {
+    assert buffers.kv_and_compute(contexts, {"CUDA0": "CUDA0"}) == {
         "CPU": MemoryUse(0, 4 * MIB, 4 * MIB),
         "CUDA0": MemoryUse(0, 6 * MIB, 30 * MIB),
     }
