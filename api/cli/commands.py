@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cellama.api.machine.gpus import GpuError
 from cellama.api.machine.redis_server import RedisServerError
 from cellama.config import SettingsError
 from cellama.tasks.contract.codes import EXITS, Exit
@@ -174,14 +175,14 @@ def exit_code_of(error: Exception) -> Exit:
     """Return the exit code for an error."""
     if isinstance(error, JobError):
         return error.exit_code
-    return Exit.USAGE if isinstance(error, SettingsError | NotInstalled) else Exit.FAILED
+    return Exit.USAGE if isinstance(error, SettingsError | NotInstalled | GpuError) else Exit.FAILED
 
 
 def main() -> None:
     """Run the command line. Set the exit code, and print errors without a traceback unless `--debug` is given."""
     try:
         app()
-    except (JobError, SettingsError, NotInstalled, RedisServerError, OSError) as error:
+    except (JobError, SettingsError, NotInstalled, GpuError, RedisServerError, OSError) as error:
         if "--debug" in sys.argv:
             raise
         print_error(str(error))

@@ -25,6 +25,7 @@ from redis.retry import Retry
 from rich.panel import Panel
 from rich.table import Table
 
+from cellama.api.machine.gpus import GPUS_HELP, visible_gpus, worker_environments
 from cellama.api.machine.redis_server import LOOPBACK, PortTaken, RedisServer, RedisServerError, check_port_free
 from cellama.api.machine.supervisor import Child, Supervisor, flower_child, gateway_child, worker_child
 from cellama.config import ModelSettings, Settings, SettingsError, get_settings
@@ -47,6 +48,7 @@ ModelsOption = Annotated[
     list[str] | None,
     typer.Option("--model", "-m", help="Model to serve as ID=SOURCE. Can be repeated."),
 ]
+GpusOption = Annotated[str, typer.Option("--gpus", metavar="all|each|0,1", help=GPUS_HELP)]
 RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL (default: CELLAMA_REDIS_URL).")]
 GATEWAY_PORT = 8000
 METRICS_PORT = 9465
@@ -57,11 +59,11 @@ class NotInstalled(Exception):
     """The packages of an optional extra are not installed. The error message names the extra."""
 
 
-def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
-    """Run a worker, which loads models and runs their jobs.
+def worker_command(model: ModelsOption = None, redis: RedisOption = None, gpus: GpusOption = "all") -> None:
+    """Run a worker, which loads models and runs their jobs, or one worker per GPU with `--gpus each`.
 
-    If the worker process crashes, it is restarted. After SIGTERM or Ctrl-C, the worker finishes its running jobs. A
-    second signal hands these jobs over to other workers.
+    If a worker process crashes, it is restarted. After SIGTERM or Ctrl-C, workers finish their running jobs. A second
+    signal hands these jobs over to other workers.
 
     Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
     """
@@ -72,7 +74,7 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
             f"Redis at {settings.redis_url_masked} does not answer; start Redis, or run `cellama up`, which starts "
             "Redis and a worker"
         )
-    supervisor = Supervisor([worker_child()])
+    supervisor = Supervisor([worker_child(name=name, env=env) for name, env in _workers(gpus).items()])
     with supervisor.handling_signals():
         supervisor.start()
         code = supervisor.run()
@@ -88,6 +90,7 @@ def up_command(
         str, typer.Option(help="Address on which Flower listens. Addresses other than loopback require a password.")
     ] = LOOPBACK,
     flower: Annotated[bool, typer.Option(help="Start Flower to monitor tasks and workers in a browser.")] = True,
+    gpus: GpusOption = "all",
     gateway_port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Loopback port for the OpenAI-compatible gateway (default: no gateway)."),
@@ -107,17 +110,21 @@ def up_command(
     check_models(settings)
     logs = settings.data_dir / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    environments = _workers(gpus)
     with _redis_for(settings) as embedded:
-        worker = worker_child(log_path=logs / "worker.log")
+        workers = [
+            worker_child(name=name, env=env, log_path=logs / f"{name}.log") for name, env in environments.items()
+        ]
         gateway = gateway_child(gateway_port, log_path=logs / "gateway.log") if gateway_port else None
-        children = [worker] if gateway is None else [gateway, worker]
+        children = workers if gateway is None else [gateway, *workers]
         if flower:
-            children.append(_flower(flower_address, flower_port, logs))
+            children = [*children, _flower(flower_address, flower_port, logs)]
         supervisor = Supervisor(children, [_RedisChild(embedded)] if embedded else [])
         with supervisor.handling_signals():
             supervisor.start()
             try:
-                wait_for_worker(settings.redis_url, worker, supervisor)
+                for worker in workers:
+                    wait_for_worker(settings.redis_url, worker, supervisor)
                 _wait_for_gateway(gateway, gateway_port, supervisor)
                 where = _describe_flower(flower_address, flower_port) if flower else None
                 _print_ready(settings, embedded, where, gateway_port, logs)
@@ -126,6 +133,12 @@ def up_command(
                 err.print("[dim]stopping after running jobs finish; press Ctrl-C again to stop them[/]")
                 supervisor.stop()
     raise typer.Exit(code)
+
+
+def _workers(gpus: str) -> dict[str, dict[str, str]]:
+    """Return the environment variables of each worker, keyed by the worker's name. Raises GpuError."""
+    names = [] if gpus == "all" else visible_gpus()
+    return worker_environments(gpus, names, os.environ)
 
 
 def _check_services(flower_port: int | None, gateway_port: int | None) -> None:

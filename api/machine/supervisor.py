@@ -36,6 +36,7 @@ class Child:
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: Path | None = None
     final_codes: Sequence[int] = (Exit.OK, Exit.CONFIG)  # a child that exits with one of these stops all children
+    stop_order: int = 0  # children with the smallest number are stopped first, and those with the same number together
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     back_off_s: float = 0.0
@@ -163,18 +164,21 @@ class Supervisor:
                 child.signal(signal.SIGTERM if self._num_stops == 2 else signal.SIGKILL)
 
     def stop(self, timeout_s: float = 600.0) -> None:
-        """Stop the children one after another, letting each child finish its work. Kill children that take too long."""
+        """Stop the children in their `stop_order`, letting them finish their work. Kill children that take too long."""
         deadline = time.monotonic() + timeout_s
-        for child in self.children:
-            child.signal(signal.SIGTERM)
-            while child.running and time.monotonic() < deadline:
+        for order in sorted({child.stop_order for child in self.children}):
+            stopping = [child for child in self.children if child.stop_order == order]
+            for child in stopping:
+                child.signal(signal.SIGTERM)
+            while any(child.running for child in stopping) and time.monotonic() < deadline:
                 for child_of_caller in self._external:
                     self._watch(child_of_caller)
                 self._reap_orphans()
                 time.sleep(POLL_S)
-            child.signal(signal.SIGKILL)
-            if child.process is not None:
-                child.process.wait()
+            for child in stopping:
+                child.signal(signal.SIGKILL)
+                if child.process is not None:
+                    child.process.wait()
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -205,9 +209,11 @@ def worker_argv(name: str) -> list[str]:
     return [*argv, "--without-gossip", "--without-mingle"]
 
 
-def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
-    """Return a worker as a child process, with a unique name."""
-    return Child("worker", worker_argv(f"cellama-{secrets.token_hex(2)}@%h"), env or {}, log_path)
+def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None, name: str = "worker") -> Child:
+    """Return a worker as a child process, with a unique name in Celery. `name` is used in messages."""
+    suffix = name.removeprefix("worker")  # such as -gpu0
+    argv = worker_argv(f"cellama-{secrets.token_hex(2)}{suffix}@%h")
+    return Child(name, argv, env or {}, log_path, stop_order=1)
 
 
 def flower_child(
@@ -215,7 +221,7 @@ def flower_child(
 ) -> Child:
     """Return Flower as a child process. Flower reads its credentials from FLOWER_BASIC_AUTH."""
     argv = [sys.executable, "-m", "cellama.api.machine.flower"]
-    return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)
+    return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path, stop_order=2)
 
 
 def gateway_child(port: int, *, log_path: Path | None = None) -> Child:

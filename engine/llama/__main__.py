@@ -4,7 +4,7 @@
 
 `python -m cellama.engine.llama` writes one JSON object to stdout. The object contains the `version` of
 llama-cpp-python, the CPU `features` that the build uses, and the chosen `cpu_variant` ("" if the build has only one).
-The object also contains `supports_gpu`, and descriptions of the `gpus` that llama.cpp found.
+The object also contains `supports_gpu`, and descriptions and names of the `gpus` that llama.cpp found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import llama_cpp
 import llama_cpp.llama_cpp as lib
 
-from .devices import machine
+from .devices import gpu_names, machine
 from .ggml_backends import cpu_variant, initialise
 
 _FEATURE = re.compile(r"(\w+) = 1\b")  # in "CPU : SSE3 = 1 | AVX = 1 | "
@@ -30,6 +30,7 @@ def describe_build() -> dict[str, object]:
         "cpu_variant": cpu_variant(),
         "supports_gpu": bool(lib.llama_supports_gpu_offload()),
         "gpus": machine()["gpus"],
+        "gpu_names": gpu_names(),
     }
 
 
