@@ -106,12 +106,15 @@ class Engine:
                     "use token ids of this model"
                 )
         plan = self._backend.prepare(request.sampling, dict(request.reply.visible) if request.reply else None)
-        request = replace(
-            request,
-            submitted_at=time.monotonic() if request.submitted_at is None else request.submitted_at,
-            cache_prompt=request.cache_prompt and self._cache_prompt,
-            warnings=(*request.warnings, *plan.warnings),
-        )
+        changes: dict[str, Any] = {}
+        if request.submitted_at is None:
+            changes["submitted_at"] = time.monotonic()
+        if request.cache_prompt and not self._cache_prompt:
+            changes["cache_prompt"] = False
+        if plan.warnings:
+            changes["warnings"] = (*request.warnings, *plan.warnings)
+        if changes:  # a copy validates all fields again
+            request = replace(request, **changes)
         handle = Handle(
             request,
             cancel=self._request_cancel,

@@ -477,7 +477,10 @@ class JobAttempt:
         return request
 
     def _extras(self, model: Model, job: CompletionJob, provenance: Provenance, adapters: Choice) -> RequestExtras:
-        extras = RequestExtras(
+        parent: tuple[int, ...] = ()
+        if (key := job.parent_key) is not None:
+            parent = self._retry_redis(partial(parent_tokens, self._runtime, model, key, job.cache_scope, adapters))
+        return RequestExtras(
             id=self._attempt.run_id,
             submitted_at=self._context.submitted_at,
             adapters=adapters,
@@ -485,13 +488,10 @@ class JobAttempt:
             mode="stream" if getattr(job, "stream", False) else "generate",
             priority=SUSPECT_PRIORITY if self._attempt.num_failures > 1 else job.priority,
             share=share_of(self._attempt),
+            seed=None if isinstance(job, PrefillJob) else self._seed_of(job, provenance.sampling),
+            resume=() if isinstance(job, PrefillJob) else resume_of(self._past, job.n),
+            parent=parent,
         )
-        if (key := job.parent_key) is not None:
-            find_parent = partial(parent_tokens, self._runtime, model, key, job.cache_scope, adapters)
-            extras = replace(extras, parent=self._retry_redis(find_parent))
-        if isinstance(job, PrefillJob):
-            return extras
-        return replace(extras, seed=self._seed_of(job, provenance.sampling), resume=resume_of(self._past, job.n))
 
     def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
         """Return the seed of earlier attempts, or a seed derived from the job's id.

@@ -95,7 +95,7 @@ class AttemptStream:
     details: ProvenanceFields = field(default_factory=lambda: ProvenanceFields())  # fields to add to `started`
     on_line: Callable[[int], None] = lambda line: None  # called when the end of a line is in Redis
     # Returns the records that are stored with the last event, in addition to contexts.
-    records_of: Callable[[Sequence[Reply]], Sequence[tuple[str, bytes]]] = lambda replies: ()
+    records_of: Callable[[Sequence[Reply]], Sequence[tuple[str, bytes]]] | None = None
     # Resolves to whether the attempt has ended the job, or to the JobFailed of an event that could not be written.
     ended: Future[bool] = field(default_factory=Future)
     closed: bool = False  # whether further events are dropped
@@ -347,7 +347,7 @@ class Publisher:
 
         If creating them fails, later turns are slower, but the job continues.
         """
-        if stream is None or not isinstance(event, Finished):
+        if stream is None or stream.records_of is None or not isinstance(event, Finished):
             return ()
         try:
             return tuple(stream.records_of(replies_of(event, job_id)))

@@ -60,7 +60,9 @@ class Provenance:
 
     def is_in(self, model: Model) -> bool:
         """Return whether `model` has these weights, and all of these adapters under the same names."""
-        return model.info.fingerprint == self.model and self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
+        if model.info.fingerprint != self.model:
+            return False
+        return not self.adapters or self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
 
     def is_served_by(self, entry: WorkerModel) -> bool:
         """Return whether a model in the registry has these weights and all of these adapters."""

@@ -313,7 +313,8 @@ end
 -- Returns the bytes of the prefix with this hash.
 local function bytes_of(hash) return hash and tonumber(string.sub(hash, 1, 4), 16) * 64 or 0 end
 
--- Records that a worker holds these prefixes, of which it has to compute `num_new` bytes.
+-- Records that a worker holds these prefixes, of which it has to compute `num_new` bytes. The sets are trimmed once per call.
+local trimmed = {} -- workers in this call
 local function hold_prefixes(worker, hashes, num_new)
   local held = HELD .. worker
   local num_taken = redis.call('ZINCRBY', held, num_new, '')
@@ -321,10 +322,13 @@ local function hold_prefixes(worker, hashes, num_new)
     redis.call('ZADD', held, num_taken - bytes_of(hash), hash)
     redis.call('HSET', HOLDERS, hash, worker)
   end
-  redis.call('ZREMRANGEBYRANK', held, 0, -MAX_HELD - 1)
-  redis.call('EXPIRE', held, CACHE_TTL_S)
-  redis.call('EXPIRE', HOLDERS, IDLE_S)
-  if redis.call('HLEN', HOLDERS) > MAX_HOLDERS then redis.call('RENAME', HOLDERS, OLD_HOLDERS) end
+  if not trimmed[worker] then
+    trimmed[worker] = true
+    redis.call('ZREMRANGEBYRANK', held, 0, -MAX_HELD - 1)
+    redis.call('EXPIRE', held, CACHE_TTL_S)
+    redis.call('EXPIRE', HOLDERS, IDLE_S)
+    if redis.call('HLEN', HOLDERS) > MAX_HOLDERS then redis.call('RENAME', HOLDERS, OLD_HOLDERS) end
+  end
   return tonumber(num_taken)
 end
 
@@ -344,11 +348,10 @@ local function hold_prefixes_of(job)
   redis.call('EXPIRE', busy, IDLE_S)
 end
 
--- Records that the worker of a job holds the context with this key (contract/prefixes.py: `hash_of_context`).
-local function hold_context(job, key)
+-- Records that a worker holds the context with this key (contract/prefixes.py: `hash_of_context`).
+local function hold_context(worker, key)
   if string.sub(key, 1, #CONTEXT) ~= CONTEXT then return end
-  local worker = redis.call('HGET', job, 'worker')
-  if worker and redis.call('EXISTS', HELD .. worker) == 1 then
+  if worker and (trimmed[worker] or redis.call('EXISTS', HELD .. worker) == 1) then
     hold_prefixes(worker, {'0040' .. string.sub(key, #CONTEXT + 1, #CONTEXT + HASH - 4)}, 0)
   end
 end
@@ -718,8 +721,10 @@ local function end_job(options, job, id, run, is_dead, event, cost)
   local queue, digest, list = unpack(redis.call('HMGET', job, 'queue', 'digest', 'list'), 1, 3)
   redis.call('ZREM', WAITING .. queue, id)
   redis.call('ZREM', RUNNING, id)
-  redis.call('ZREM', DELAYED, id)
-  if run == '' and leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
+  if run == '' then
+    redis.call('ZREM', DELAYED, id)
+    if leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
+  end
   if cost ~= '' then correct_charge(id, tonumber(cost)) else redis.call('HDEL', job, 'charged') end
   local keep_s = options.event_ttl_s
   if is_dead then
@@ -731,8 +736,11 @@ local function end_job(options, job, id, run, is_dead, event, cost)
   end
   redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s)
   redis.call('ZADD', ENDED, stamp(clock()), id)
-  redis.call('ZREMRANGEBYRANK', ENDED, 0, -MAX_ENDED - 1)
-  redis.call('EXPIRE', ENDED, options.event_ttl_s)
+  if not options.has_trimmed_ended then
+    options.has_trimmed_ended = true
+    redis.call('ZREMRANGEBYRANK', ENDED, 0, -MAX_ENDED - 1)
+    redis.call('EXPIRE', ENDED, options.event_ttl_s)
+  end
   redis.call('DEL', CANCEL .. id)
   local journal = JOURNAL .. id
   if redis.call('XLEN', journal) <= SHORT_JOURNAL then -- a stream reserves 4 KiB at its end, a copy does not
@@ -1149,7 +1157,7 @@ while at <= #ARGV do
     at = first_context + 2 * num_contexts
   end
   local job = JOB .. id
-  local found = redis.call('HMGET', job, 'run', 'state', 'next_seq', 'failures', 'first_seq')
+  local found = redis.call('HMGET', job, 'run', 'state', 'next_seq', 'failures', 'first_seq', 'worker')
   local state, next_seq = found[2], tonumber(found[3] or 0)
   local is_current, first_seq
   if run == '' then -- no worker runs the job, so the event gets the next seq
@@ -1170,7 +1178,7 @@ while at <= #ARGV do
       end_job(options, job, id, run, is_dead == '1', event, cost)
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
-        hold_context(job, ARGV[context])
+        hold_context(found[6], ARGV[context])
       end
       local holder = redis.call('HGET', job, 'holder')
       if stored ~= '' then
