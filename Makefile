@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough producers clients check docs bench clean
+.PHONY: help demo test thorough producers clients devices check docs bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,6 +33,10 @@ producers: $(VENV)/.dev ## Test the base package with the oldest and newest Cele
 # JavaScript clients need node and npm in PATH, and are skipped without them.
 clients: $(VENV)/.dev ## Test other projects' clients of the gateway in environments of their own, which pip and npm create
 	$(BIN)/python tests/clients/matrix.py $(ENVIRONMENTS)
+
+# The first run builds llama.cpp with RPC, which takes some minutes.
+devices: $(VENV)/.dev ## Test models on several devices, which are RPC servers of llama.cpp on this machine
+	$(BIN)/python tests/devices/environment.py
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check

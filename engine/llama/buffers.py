@@ -101,7 +101,7 @@ def planned_weights(
 
     `tensors` maps tensor names to sizes in bytes. `override` returns the device that the options choose for a tensor,
     or None. Otherwise, each layer is on the device named in the log, the output is on the last layer's device, and all
-    other tensors are on the CPU. `mapped` tells whether the file is mapped. Raises ModelLoadFailed.
+    other tensors are on the CPU. If `mapped` is false, the file is read instead of mapped. Raises ModelLoadFailed.
     """
     lines = list(lines)
     _require(lines, "the devices of layers", _LAYER)
