@@ -162,6 +162,11 @@ class EngineOptions:
         for override in self.override_tensors:
             pattern, _, device = str(override).rpartition("=")
             check(bool(pattern and device), "override_tensors", override, "REGEX=DEVICE, such as ffn_.*_exps=CPU")
+            if self.split_mode == "tensor" and device != "CPU":
+                raise InvalidRequest(
+                    f'override_tensors: {override}: with split_mode "tensor", tensors can only be moved to the CPU; use '
+                    "CPU, or another split_mode"
+                )
             try:
                 re.compile(pattern)
             except re.error as error:

@@ -24,6 +24,7 @@ _KV = re.compile(
 )  # in a dry load, the lines of the individual buffers have size 0
 _STATES = re.compile(r"(\S+) (?:RS|DSV4 .*state) buffer size =\s*([\d.]+) MiB")
 _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) MiB")
+_SHARED = "Meta("  # start of the name of the device that stands for all devices in split mode tensor
 _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) MiB")
 
 
@@ -60,19 +61,24 @@ def states(lines: Iterable[str], gpus: Mapping[str, str]) -> dict[str, int]:
     return dict(found)
 
 
-def loaded_weights(lines: Iterable[str], gpus: Mapping[str, str], size_bytes: int) -> dict[str, MemoryUse]:
+def loaded_weights(
+    lines: Iterable[str], gpus: Mapping[str, str], size_bytes: int, shares: Mapping[str, float]
+) -> dict[str, MemoryUse]:
     """Return the memory that loaded weights occupy on each device, based on what llama.cpp logged during the load.
 
     `size_bytes` is the total size of all tensors. Weights on the CPU can exist twice: in the mapped file, and repacked
     for the processor. Such weights are counted only once, because llama.cpp doesn't read them from the file again.
-    Raises ModelLoadFailed if a size is missing.
+    If devices share each layer, llama.cpp logs only the part of the device with the largest of the `shares`. Raises
+    ModelLoadFailed if a size is missing.
     """
     lines = list(lines)
     _require(lines, "the weights", _WEIGHTS)
     buffers, mapped = Counter[str](), 0
     for match in filter(None, map(_WEIGHTS.search, lines)):
         num_bytes, device = int(float(match[2]) * _MIB), device_of(match[1], gpus)
-        if device == CPU and match[1].endswith("_Mapped"):
+        if device.startswith(_SHARED):
+            buffers[device] += int(num_bytes * sum(shares.values()) / max(shares.values()))
+        elif device == CPU and match[1].endswith("_Mapped"):
             mapped += num_bytes
         else:
             buffers[device] += num_bytes
@@ -139,27 +145,22 @@ def _unknown(subject: str) -> ModelLoadFailed:
 def device_of(buffer: str, gpus: Mapping[str, str]) -> str:
     """Return the device that contains a buffer. `gpus` maps the names of buffers to devices (`devices.gpu_buffers`).
 
-    For example, "CUDA0_Split" is on CUDA0, and pinned memory ("CUDA_Host") is in RAM.
+    For example, "CUDA0_Split" is on CUDA0, and pinned memory ("CUDA_Host") is in RAM. A buffer that all devices share
+    is its own device, until `divided` divides it.
     """
+    if buffer.startswith(_SHARED):
+        return buffer
     return next((gpu for name, gpu in gpus.items() if buffer == name or buffer.startswith(f"{name}_")), CPU)
-
-
-def shared_name(devices: Iterable[str]) -> str:
-    """Return llama.cpp's name for devices that share every layer (split mode tensor), or for their buffers."""
-    return f"Meta({','.join(devices)})"
 
 
 def divided(usage: Mapping[str, MemoryUse], shares: Mapping[str, float]) -> dict[str, MemoryUse]:
     """Divide the memory that devices share (split mode tensor) between them, in proportion to their `shares`.
 
-    llama.cpp rounds the shares to whole rows, and gives each device a copy of small tensors.
+    Each device has the whole compute buffer.
     """
-    together, total = shared_name(shares), sum(shares.values())
-    found = {device: use for device, use in usage.items() if device != together}
-    if together in usage:
-        use = usage[together]
+    found = {name: use for name, use in usage.items() if not name.startswith(_SHARED)}
+    for use in (use for name, use in usage.items() if name.startswith(_SHARED)):
         for device, share in shares.items():
-            found[device] = MemoryUse(
-                *(int(size * share / total) for size in (use.weights_bytes, use.kv_bytes, use.compute_bytes))
-            )
+            part = share / sum(shares.values())
+            found[device] = MemoryUse(int(use.weights_bytes * part), int(use.kv_bytes * part), use.compute_bytes)
     return found

@@ -224,7 +224,7 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
     """
     with llama_log.capture() as lines:
         backends = Backends.make(model, options, uses)
-    weights = buffers.loaded_weights(model.load_log, _buffers_of(model), model.info.size_bytes)
+    weights = buffers.loaded_weights(model.load_log, gpu_buffers(), model.info.size_bytes, _shares(model, options))
     taken = _measure(model, lines, backends, weights, options)
     if saves_states(options, uses):
         taken = with_quota(taken, options.held_bytes)
@@ -236,11 +236,9 @@ def saves_states(options: EngineOptions, uses: Uses) -> bool:
     return uses.generates and options.cache_prompt
 
 
-def _buffers_of(model: LlamaModel) -> dict[str, str]:
-    """Return the names of the model's devices, keyed by the names of their buffers in llama.cpp's log."""
-    found = gpu_buffers()
-    own = {device: buffer for buffer, device in found.items() if device in model.devices}
-    return {**found, buffers.shared_name(own[device] for device in model.devices): buffers.shared_name(model.devices)}
+def _shares(model: LlamaModel, options: EngineOptions) -> dict[str, float]:
+    """Return the share of each device in split mode tensor, in which llama.cpp ignores how much memory is free."""
+    return dict(zip(model.devices, options.tensor_split or (1.0,) * len(model.devices), strict=True))
 
 
 def _measure(
@@ -255,7 +253,7 @@ def _measure(
     `load_log` contains the lines that llama.cpp logged when it created the contexts.
     """
     usage = Counter[str](), Counter[str]()
-    sizes = buffers.kv_and_compute(load_log, _buffers_of(model), with_memory=backends.have_memory)
+    sizes = buffers.kv_and_compute(load_log, gpu_buffers(), with_memory=backends.have_memory)
     for device, one in sizes.items():
         usage[0][device] += one.kv_bytes
         usage[1][device] += one.compute_bytes
@@ -267,8 +265,7 @@ def _measure(
         device: replace(weights.get(device, MemoryUse()), kv_bytes=usage[0][device], compute_bytes=usage[1][device])
         for device in dict.fromkeys([CPU, *weights, *usage[0], *usage[1]])
     }
-    shares = options.tensor_split or (1.0,) * len(model.devices)
-    return Footprint(buffers.divided(found, dict(zip(model.devices, shares, strict=True))) if model.devices else found)
+    return Footprint(buffers.divided(found, _shares(model, options)))
 
 
 def _divided(num_tokens: int | None, divisor: int) -> int | None:
@@ -352,7 +349,7 @@ class _DryLoad:
         options = replace(self._options, n_parallel=1, n_ctx=None, ctx_per_slot=1)
         with llama_log.capture() as lines:
             Backends.make(self._model, options, Uses(frozenset({"generate"}))).close()
-        one = buffers.states(lines, _buffers_of(self._model))
+        one = buffers.states(lines, gpu_buffers())
         slots = self._options.num_slots * self._uses.generates + MAX_TEXTS * (self._uses.embeds + self._uses.ranks)
         devices = dict.fromkeys([*self._weights, *one])
         usage = {

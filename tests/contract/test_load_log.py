@@ -25,15 +25,15 @@ CONTEXT = [
 
 @pytest.mark.parametrize("missing", range(len(CONTEXT)))
 def test_missing_size_in_the_log_raises_an_error(missing: int) -> None:
-    assert buffers.kv_and_compute(CONTEXT, []) == {"CPU": MemoryUse(0, 8 * MIB, 31 * MIB)}
-    assert buffers.kv_and_compute(CONTEXT[:2], [], with_memory=False) == {"CPU": MemoryUse(0, 0, 31 * MIB)}
+    assert buffers.kv_and_compute(CONTEXT, {}) == {"CPU": MemoryUse(0, 8 * MIB, 31 * MIB)}
+    assert buffers.kv_and_compute(CONTEXT[:2], {}, with_memory=False) == {"CPU": MemoryUse(0, 0, 31 * MIB)}
     with pytest.raises(ModelLoadFailed, match=r"no known line about .*; install a version of llama-cpp-python"):
-        buffers.kv_and_compute(CONTEXT[:missing] + CONTEXT[missing + 1 :], [])
+        buffers.kv_and_compute(CONTEXT[:missing] + CONTEXT[missing + 1 :], {})
 
 
 def test_missing_weights_and_layers_in_the_log_raise_an_error() -> None:
     with pytest.raises(ModelLoadFailed, match="the weights"):
-        buffers.loaded_weights(CONTEXT, [], MIB)
+        buffers.loaded_weights(CONTEXT, {}, MIB, {})
     with pytest.raises(ModelLoadFailed, match="the devices of layers"):
         buffers.planned_weights(CONTEXT, {})
 
@@ -56,7 +56,7 @@ def test_repacked_weights_are_counted_once() -> None:
         "load_tensors:   CPU_Mapped model buffer size =   100.00 MiB",
         "load_tensors:   CPU_REPACK model buffer size =    60.00 MiB",
     ]
-    assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": MemoryUse(100 * MIB, mapped_bytes=40 * MIB)}
+    assert buffers.loaded_weights(load, {}, 100 * MIB, {}) == {"CPU": MemoryUse(100 * MIB, mapped_bytes=40 * MIB)}
 
 
 def test_interrupt_during_a_load_is_raised_after_the_load() -> None:

@@ -74,6 +74,11 @@ def test_options_reject_an_invalid_value(name: str, value: Any) -> None:
         EngineOptions(**{name: value})
 
 
+def test_options_reject_moving_tensors_between_gpus_that_share_each_layer() -> None:
+    with pytest.raises(InvalidRequest, match="tensors can only be moved to the CPU"):
+        EngineOptions(split_mode="tensor", override_tensors=("ffn=CUDA1",))
+
+
 def test_options_reject_shares_for_another_number_of_devices() -> None:
     with pytest.raises(InvalidRequest, match="it must be one share for each of the 1 devices"):
         EngineOptions(devices=("CUDA0",), tensor_split=(1, 2))
@@ -157,11 +162,11 @@ def test_planned_weights_follow_tensor_overrides() -> None:
 
 
 def test_memory_that_devices_share_is_divided_by_their_shares() -> None:
-    usage = {"Meta(CUDA0,CUDA1)": MemoryUse(400, 40, 8), CPU: MemoryUse(1)}
+    usage = {"Meta()": MemoryUse(400, 40, 8), CPU: MemoryUse(1)}
     assert buffers.divided(usage, {"CUDA0": 3, "CUDA1": 1}) == {
         CPU: MemoryUse(1),
-        "CUDA0": MemoryUse(300, 30, 6),
-        "CUDA1": MemoryUse(100, 10, 2),
+        "CUDA0": MemoryUse(300, 30, 8),
+        "CUDA1": MemoryUse(100, 10, 8),
     }
 
 

@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +40,10 @@ class RpcServer:
     log_path: Path
 
     @staticmethod
-    def start(log_path: Path, *, num_devices: int = 1, num_threads: int = 1) -> RpcServer:
-        """Start a server. It also stops when the thread that started it exits."""
+    def start(log_path: Path, memory_bytes: int) -> RpcServer:
+        """Start a server whose device has this much memory. It also stops when the thread that started it exits."""
         address = f"{LOOPBACK}:{free_port()}"
-        argv = [sys.executable, serve.__file__, address, str(num_devices), str(num_threads)]
+        argv = [sys.executable, serve.__file__, address, str(memory_bytes)]
         with log_path.open("wb") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()))
         return RpcServer(address, process, log_path)
@@ -78,15 +78,16 @@ class RpcServer:
 
 
 @contextlib.contextmanager
-def rpc_servers(folder: Path, num_servers: int = 2, *, num_devices: int = 1) -> Iterator[list[RpcServer]]:
-    """Start servers with the given number of devices each, and stop these servers at the end of the `with` block.
+def rpc_servers(folder: Path, sizes: Sequence[int]) -> Iterator[list[RpcServer]]:
+    """Start one server per memory size in bytes, and stop these servers at the end of the `with` block.
 
-    The servers write their logs to the directory.
+    The servers write their logs to the directory. They report the memory sizes as total and free memory, but don't
+    limit allocations.
     """
     with contextlib.ExitStack() as started:
         servers = []
-        for number in range(num_servers):
-            server = RpcServer.start(folder / f"rpc{number}.log", num_devices=num_devices)
+        for number, memory_bytes in enumerate(sizes):
+            server = RpcServer.start(folder / f"rpc{number}.log", memory_bytes)
             started.callback(server.stop)
             servers.append(server)
         for server in servers:
