@@ -164,8 +164,8 @@ class EngineOptions:
             check(bool(pattern and device), "override_tensors", override, "REGEX=DEVICE, such as ffn_.*_exps=CPU")
             if self.split_mode == "tensor" and device != "CPU":
                 raise InvalidRequest(
-                    f'override_tensors: {override}: with split_mode "tensor", tensors can only be moved to the CPU; use '
-                    "CPU, or another split_mode"
+                    f'override_tensors: {override}: with split_mode "tensor", tensors can only be moved to the CPU; '
+                    "use CPU, or another split_mode"
                 )
             try:
                 re.compile(pattern)

@@ -42,7 +42,7 @@ def models_plan_command(
 
     The exit code is 1 if the model does not fit into the memory budget.
 
-    Example:  cellama models plan /models/big.gguf --set ctx_per_slot=8192 --set n_parallel=16
+    Example:  cellama models plan /models/big.gguf --set n_parallel=16
     """
     if importlib.util.find_spec("llama_cpp") is None:
         print_error("missing packages: llama_cpp; run `pip install 'cellama[worker]'`")

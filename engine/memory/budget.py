@@ -233,7 +233,8 @@ class Budget:
         free = {}
         for device in self._devices():
             # RPC servers that compute on a CPU report all of its memory as free, even after loads.
-            taken = sum(self._taken[model_id].on(device.name).total_bytes for model_id in self._settled())
+            uses = [self._taken[model_id].on(device.name) for model_id in self._settled()]
+            taken = sum(use.total_bytes - use.mapped_bytes - use.saved_bytes for use in uses)
             free[device.name] = min(device.free_bytes, device.total_bytes - taken) - margin(device)
         for model_id in self._settled():
             for name, usage in self._taken[model_id].devices.items():

@@ -14,7 +14,7 @@ import pytest
 
 from cellama.engine import EngineOptions
 from cellama.engine.bundled import TINY_PATH
-from cellama.engine.llama import fingerprint
+from cellama.engine.llama.gguf_files import fingerprint
 from cellama.engine.models import tuned_options as tuned
 from cellama.engine.models.tuned_options import Measurement, Setup
 from cellama.engine.tuning.sweep import Sweep, SweepLimits, choose, thread_counts
