@@ -84,7 +84,7 @@ class PlacementSettings(BaseModel):
     )
     devices: tuple[str, ...] | None = Field(
         default=None,
-        description="Names of the GPUs to use, in order, as listed by `cellama doctor` (default: all GPUs). An empty "
+        description="Names of the GPUs to use, in order, as listed by `cellama models plan` (default: all). An empty "
         "list uses only the CPU.",
     )
     split_mode: Literal["none", "layer", "row", "tensor"] = Field(
