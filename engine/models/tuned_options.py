@@ -65,7 +65,8 @@ def conditions(options: EngineOptions) -> Conditions:
     """Return the conditions under which a result is valid: the machine, and the options that affect the computation."""
     from cellama.engine.llama import machine
 
-    return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
+    found: Conditions = json.loads(json.dumps({**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}))
+    return found  # with lists instead of tuples, as in the file
 
 
 def store_result(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
