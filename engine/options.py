@@ -148,6 +148,7 @@ class EngineOptions:
                 object.__setattr__(self, name, tuple(getattr(self, name)))  # a list after JSON
         for device in self.devices or ():
             check(isinstance(device, str) and device != "", "devices", device, "the name of a device")
+        check(len(set(self.devices or ())) == len(self.devices or ()), "devices", self.devices, "different devices")
         self._check_one_of("split_mode", get_args(SplitMode))
         if self.rope_scaling is not None:
             self._check_one_of("rope_scaling", get_args(RopeScaling))

@@ -25,7 +25,6 @@ from .options import JsonOption
 from .output import out, print_error, print_json, readable, table_of
 
 SIZES = {"weights_bytes": "weights", "kv_bytes": "KV cache", "compute_bytes": "compute", "saved_bytes": "saved"}
-NOT_OPTIONS = {"id", "source", "default", "capabilities", "adapters"}
 
 
 def models_plan_command(
@@ -72,7 +71,7 @@ def _plan(model: ModelSettings) -> dict[str, Any]:
     request = {
         "id": model.id,
         "source": model.source,
-        "options": model.model_dump(exclude=NOT_OPTIONS),
+        "options": model.model_dump(),
         "capabilities": model.capabilities,
         "hub": hub_options(model),
         "memory_budget": get_settings().memory_budget,

@@ -55,11 +55,16 @@ def _device(pointer: int) -> Device | None:
     return Device(name, kind, description, total_bytes=total, free_bytes=free)
 
 
+def gpu_kinds() -> dict[str, DeviceKind]:
+    """Return the kinds of all devices except the CPU, by name, including the devices of connected RPC servers."""
+    initialise()
+    kinds = {_name(pointer).decode(): _KINDS.get(_kind(pointer), "cpu") for pointer in map(_get, range(_count()))}
+    return {name: kind for name, kind in kinds.items() if kind != "cpu"}
+
+
 def gpu_names() -> list[str]:
     """Return the names of all devices except the CPU, including the devices of connected RPC servers."""
-    initialise()
-    pointers = [pointer for pointer in map(_get, range(_count())) if _KINDS.get(_kind(pointer), "cpu") != "cpu"]
-    return [_name(pointer).decode() for pointer in pointers]
+    return list(gpu_kinds())
 
 
 def gpu_buffers() -> dict[str, str]:

@@ -183,17 +183,21 @@ def plan_load(
     If no capabilities are requested, they are chosen based on the model's file. If the number of layers on GPUs is not
     set, as many layers as fit are placed there. Raises ModelLoadFailed, WrongCapability and InvalidRequest.
     """
+
+    def planned(num_layers: int) -> LoadPlan:
+        return _plan_layers(model_id, path, replace(options, n_gpu_layers=num_layers), requested, available)
+
     if options.n_gpu_layers is not None:
-        return _plan_layers(model_id, path, options, requested, available)
-    plan = _plan_layers(model_id, path, replace(options, n_gpu_layers=-1), requested, available)
+        return planned(options.n_gpu_layers)
+    plan = planned(-1)
     if available.shortage(plan.footprint) is None or not set(plan.footprint.devices) - {CPU}:
         return plan
     # With fewer layers on GPUs, a plan needs less of their memory, so a binary search finds the largest number.
     fits, too_many = 0, plan.num_layers
-    plan = _plan_layers(model_id, path, replace(options, n_gpu_layers=0), requested, available)
+    plan = planned(0)
     while too_many - fits > 1:
         num_layers = (fits + too_many) // 2
-        tried = _plan_layers(model_id, path, replace(options, n_gpu_layers=num_layers), requested, available)
+        tried = planned(num_layers)
         if available.shortage(tried.footprint) is None:
             fits, plan = num_layers, tried
         else:

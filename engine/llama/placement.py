@@ -1,8 +1,9 @@
 """Translate the options that place a model on devices into llama.cpp's parameters.
 
-A model can use the CPU and several other devices: local GPUs, and devices of llama.cpp's RPC servers. llama.cpp keeps a
-device list per model. If the options name no devices, the list contains the local GPUs, followed by the devices of the
-model's RPC servers. llama.cpp's own default would put all RPC devices first, including those of other models.
+A model can use the CPU and several other devices: local GPUs, and devices of llama.cpp's RPC servers. If the options
+name no devices, and the process uses no RPC server, llama.cpp chooses the devices. Otherwise, the model gets a list of
+the local GPUs, followed by the devices of its own RPC servers. llama.cpp itself would put all RPC devices first,
+including those of other models.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
 from cellama.engine.errors import InvalidRequest, ModelLoadFailed, nearest
-from cellama.engine.memory.budget import CPU
+from cellama.engine.memory.budget import CPU, DeviceKind
 from cellama.engine.options import EngineOptions, SplitMode
 
-from .devices import gpu_names, pointer_of
+from .devices import gpu_kinds, gpu_names, pointer_of
 from .ggml_backends import ggml_function, registry_function
 
 SPLIT_MODES: dict[SplitMode, int] = {
@@ -56,9 +57,9 @@ def chosen_devices(options: EngineOptions) -> list[str]:
     """
     remote = [name for address in options.rpc for name in connect(address, allow_public=options.rpc_public)]
     every_remote = {name for names in _servers.values() for name in names}
-    local = [name for name in gpu_names() if name not in every_remote]
+    local = {name: kind for name, kind in gpu_kinds().items() if name not in every_remote}
     known = [*local, *remote]
-    chosen = known if options.devices is None else list(options.devices)
+    chosen = [*without_spare(local), *remote] if options.devices is None else list(options.devices)
     if len(chosen) > MAX_DEVICES:
         raise InvalidRequest(f"devices: {len(chosen)} devices are too many; llama.cpp supports {MAX_DEVICES} per model")
     for name in chosen:
@@ -68,6 +69,11 @@ def chosen_devices(options: EngineOptions) -> list[str]:
                 f"devices: {name!r} is not a device of this machine or of an RPC server in `rpc`; found: {found}"
             )
     return chosen
+
+
+def without_spare(kinds: Mapping[str, DeviceKind]) -> list[str]:
+    """Return the names of these GPUs without integrated GPUs, which llama.cpp uses only if there is no other GPU."""
+    return [name for name, kind in kinds.items() if kind == "gpu"] or list(kinds)
 
 
 def connect_all(options: EngineOptions) -> None:
@@ -159,7 +165,8 @@ class ModelParams:
         self.value.main_gpu = self._main_gpu(options)
         self.value.load_mode = _load_mode(options)
         self._device_array = (ctypes.c_void_p * (len(self.devices) + 1))(*map(pointer_of, self.devices), None)
-        self.value.devices = ctypes.cast(self._device_array, ctypes.c_void_p)
+        if options.devices is not None or _servers:
+            self.value.devices = ctypes.cast(self._device_array, ctypes.c_void_p)
         if options.tensor_split is not None:
             self._check_split(options.tensor_split)
             self._split = (ctypes.c_float * SPLIT_SIZE)(*options.tensor_split)

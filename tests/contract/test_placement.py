@@ -51,6 +51,7 @@ def plan(available: dict[str, int] | None = None, **options: Any) -> LoadPlan:
     [
         ("n_gpu_layers", -2),
         ("devices", [""]),
+        ("devices", ["CUDA0", "CUDA0"]),
         ("split_mode", "rows"),
         ("tensor_split", [0, 0]),
         ("tensor_split", [1, -1]),
@@ -151,6 +152,11 @@ def test_weights_are_mapped_only_with_use_mmap(load: Load, use_mmap: bool) -> No
     planned = plan(use_mmap=use_mmap).footprint.on(CPU)
     assert (planned.mapped_bytes > 0) == use_mmap
     assert (load(use_mmap=use_mmap).memory.on(CPU).mapped_bytes > 0) == use_mmap
+
+
+def test_integrated_gpus_are_used_only_without_another_gpu() -> None:
+    assert placement.without_spare({"Vulkan0": "integrated gpu", "Vulkan1": "gpu"}) == ["Vulkan1"]
+    assert placement.without_spare({"Vulkan0": "integrated gpu"}) == ["Vulkan0"]
 
 
 def test_planned_weights_follow_tensor_overrides() -> None:
