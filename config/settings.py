@@ -249,7 +249,7 @@ class ModelSettings(PlacementSettings):
         default="f16", description="Data type of the values in the KV cache. Quantized types require flash attention."
     )
     speculation: Literal["auto", "off"] = Field(
-        default="off",
+        default="auto",
         description="Speculative decoding. With `auto`, tokens are drafted only while drafting saves time.",
     )
     draft: str | None = Field(

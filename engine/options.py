@@ -91,7 +91,7 @@ class EngineOptions:
     batch_strategy: str = "adaptive"  # name of a strategy, or the import path of your own, package.module:Class
     # Import paths package.module:name of logits processors, in the order in which they apply (sampling/processors.py).
     logits_processors: tuple[str, ...] = ()
-    speculation: Speculation = "off"  # "auto" drafts tokens while that is faster (docs/adr/015-speculation.md)
+    speculation: Speculation = "auto"  # drafts tokens while that is faster (docs/adr/015-speculation.md)
     draft: str | None = None  # source of a small model with the same vocabulary, which also drafts tokens
     # Pooling of embeddings. The value auto means the model's own pooling, or else mean. With none, there is one vector
     # per token, and with rank, there are scores for reranking.

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 PASS_ROWS = 16  # fixed cost of a pass in rows, for unmeasured sizes: less on CPUs, more on GPUs
 WEIGHT = 0.2  # weight of a new value in a running mean: about the last ten count
 MAX_RATIO = 2.0  # highest ratio of a measurement to its expectation: a higher one means that another process interfered
+# Share of a measurement's deviation that is attributed to the speed of the whole machine, which affects all sizes.
+# Another process that takes a core would otherwise make only the sizes that run at that time look slow.
+COMMON = 0.7
 DOUBT = 0.6  # share by which an unmeasured size may cost less than expected, because rows may be the whole cost
 AGEING = 0.0004  # growth of DOUBT per decode call: a size at twice the cost is retried after 1250 calls
 TRUSTED = 4  # measurements of a size before other sizes are compared with it
@@ -45,6 +48,7 @@ class DecodeCosts:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
+        self._slowness = 1.0  # current duration of passes, relative to `_sizes`
         self._ordered: list[int] = []  # measured sizes, ascending
         self._num_calls = 0
 
@@ -69,9 +73,11 @@ class DecodeCosts:
         if 0 < at < len(self._ordered):
             low, high = self._ordered[at - 1], self._ordered[at]
             share = (rows - low) / (high - low)
-            return self._sizes[low].seconds * (1 - share) + self._sizes[high].seconds * share
-        nearest = self._ordered[min(at, len(self._ordered) - 1)]
-        return self._sizes[nearest].seconds * (rows + PASS_ROWS) / (nearest + PASS_ROWS)
+            seconds = self._sizes[low].seconds * (1 - share) + self._sizes[high].seconds * share
+        else:
+            nearest = self._ordered[min(at, len(self._ordered) - 1)]
+            seconds = self._sizes[nearest].seconds * (rows + PASS_ROWS) / (nearest + PASS_ROWS)
+        return seconds * self._slowness
 
     def optimistic(self, rows: int) -> float:
         """Return the lowest plausible duration of a pass with this number of rows.
@@ -116,11 +122,16 @@ class DecodeCosts:
             self._sizes |= {size: self._first(size, new_ratio, part_of[size]) for size in new}
             self._ordered = sorted(self._sizes)
             return
+        ratio = min(ratio, MAX_RATIO)
+        if all(self._sizes[size].num_measured >= TRUSTED for size in part_of):
+            common = ratio**COMMON
+            self._slowness *= 1 + (common - 1) * WEIGHT
+            ratio /= common
         for size, share in part_of.items():
-            self._learn(self._sizes[size], min(ratio, MAX_RATIO), share)
+            self._learn(self._sizes[size], ratio, share)
 
     def _first(self, size: int, ratio: float, share: float) -> _Size:
-        known = _Size(self.expected(size) * ratio, measured_at=self._num_calls - DOUBT / AGEING)
+        known = _Size(self.expected(size) / self._slowness * ratio, measured_at=self._num_calls - DOUBT / AGEING)
         self._learn(known, 1.0, share)
         return known
 

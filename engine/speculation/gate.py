@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from cellama.engine.scheduling.decode_costs import DecodeCosts
+from cellama.engine.scheduling.decode_costs import MAX_RATIO, DecodeCosts
 from cellama.engine.scheduling.slot_layout import runs_of
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts per slot: with the last token 2, 3, 4, 6 … rows, which suit the kernels
@@ -21,8 +21,9 @@ MAX_DRAFTS = LENGTHS[-1]  # draft tokens of a slot in one call
 # Required ratios of tokens per second. Starting requires a higher ratio, so that noise does not start drafts.
 TO_START, TO_CONTINUE = 1.08, 1.02
 EXPLORING = 0.003  # share of the time that drafts may lose: "never slower" is measured within 2%
-FIRST_S = 0.03  # seconds that drafts may lose at first: a few tries on a CPU
-MAX_S = 0.2  # seconds that drafts may lose after they have saved a lot: about ten steps, then they stop
+FIRST_STEPS = 5  # duration that drafts may lose at first, in steps without drafts: a few tries on a CPU
+MAX_STEPS = 20  # duration that drafts may lose after they have saved a lot, in steps without drafts; then they stop
+MIN_REMEASURED, MAX_REMEASURED = 8, 64  # steps with drafts before a step without; doubled while drafts pay off
 HELD_STEPS = 8  # steps for which a choice is kept if the number of slots stays equal: a new one can take milliseconds
 REST_STEPS = 16  # steps without drafts before they are considered again, because considering takes time
 SIMILAR = 0.7  # required gain of another slot while a choice is kept, relative to the worst chosen slot
@@ -88,27 +89,41 @@ class Gate:
         self._costs = costs
         self._max_rows = max_rows
         self._unified = unified
-        self._may_lose_s = FIRST_S
+        self._may_lose = float(FIRST_STEPS)  # time budget, in steps without drafts
         self._token_s = 0.0  # seconds per token without drafts
         self._num_slots = 0  # number of slots in the last step
         self._num_rest = 0  # steps for which no source is asked
         self._choice = DraftPlan({}, [], 0.0)  # the last choice
+        self._expected_s = 0.0  # expected duration of the current step
         self._num_held = 0  # steps for which the last choice is kept
+        self._num_drafted = 0  # steps since the last step without drafts
+        self._remeasured_after = MIN_REMEASURED  # steps with drafts before the next step without drafts
 
     def begin_step(self, num_slots: int) -> bool:
         """Return whether this step should consider drafts. After drafts did not pay off, some steps are skipped."""
         if num_slots != self._num_slots:
             self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
         self._num_rest -= 1
-        return self._num_rest < 0
+        if self._num_rest >= 0:
+            return False
+        if self._num_drafted >= self._remeasured_after:
+            self._num_drafted, self._remeasured_after = 0, min(MAX_REMEASURED, 2 * self._remeasured_after)
+            return False
+        return True
 
     def observe(self, seconds: float) -> None:
         """Record the duration of a decode call, which may include draft tokens."""
-        self._may_lose_s = min(MAX_S, self._may_lose_s + EXPLORING * seconds)
+        self._earn(EXPLORING * seconds)
 
     def account(self, num_tokens: int, seconds: float) -> None:
         """Record the number of tokens and the duration of a step with drafts."""
-        self._may_lose_s = min(MAX_S, self._may_lose_s + num_tokens * self._token_s - seconds)
+        self._earn(num_tokens * self._token_s - min(seconds, MAX_RATIO * self._expected_s))
+
+    def _earn(self, seconds: float) -> None:
+        """Add time that drafts have saved to the budget, or subtract time that they have cost."""
+        if self._token_s:
+            steps = seconds / (self._token_s * max(1, self._num_slots))
+            self._may_lose = min(MAX_STEPS, max(-MAX_STEPS, self._may_lose + steps))
 
     def choose(
         self, candidates: Seq[Candidate], max_s: float, making: Making = lambda _slots, _length: 0.0
@@ -122,11 +137,13 @@ class Gate:
         offer = _Offer(candidates, making)
         none = self._plan(offer, 0, [])
         is_known = all(self._costs.is_known(rows) for rows in none.pass_rows)
-        if not offer.longest or not is_known or self._may_lose_s <= 0:
+        self._token_s = self._seconds(none) / len(candidates) if is_known else 0.0
+        if not offer.longest or not is_known or self._may_lose <= 0:
             return self._decide(none)
-        self._token_s = self._seconds(none) / len(candidates)
         if self._num_held > 0 and (held := self._hold(offer)) is not None:
             self._num_held -= 1
+            self._num_drafted += 1
+            self._expected_s = self._seconds(held)
             return held.lengths
         rate = self._rate(none, self._costs.expected)
         plans = [none, *(plan for plan in self._plans(offer) if self._seconds(plan) + plan.making_s <= max_s)]
@@ -147,8 +164,12 @@ class Gate:
 
     def _decide(self, plan: DraftPlan) -> Mapping[int, int]:
         self._choice = plan
+        self._expected_s = self._seconds(plan) + plan.making_s
         self._num_held = 0 if plan.making_s else min(self._num_slots, HELD_STEPS) - 1
-        if not plan.lengths:
+        if plan.lengths:
+            self._num_drafted += 1
+        else:
+            self._num_drafted, self._remeasured_after = 0, MIN_REMEASURED
             self._num_held, self._num_rest = 0, min(self._num_slots, REST_STEPS) - 1
         return plan.lengths
 
@@ -167,9 +188,9 @@ class Gate:
         candidate = max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic))
         expected_s = self._seconds(candidate) + candidate.making_s + candidate.reading_s
         loss_s = expected_s - candidate.num_tokens / self._rate(chosen, self._costs.expected)
-        if candidate is chosen or loss_s > self._may_lose_s:
+        if candidate is chosen or loss_s > self._may_lose * self._token_s * self._num_slots:
             return chosen
-        self._may_lose_s -= candidate.reading_s  # lost if the drafts turn out to be wrong
+        self._earn(-candidate.reading_s)  # lost if the drafts turn out to be wrong
         return candidate
 
     def _max_slots(self, length: int) -> int:

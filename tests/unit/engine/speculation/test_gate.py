@@ -127,6 +127,43 @@ def test_gate_detects_when_the_speed_of_the_machine_has_changed() -> None:
     assert machine.gain(4000) > 2.0
 
 
+def stalls(random: Random, seconds: float) -> float:
+    """Lose the core for 4 ms in a quarter of all milliseconds."""
+    return seconds + 0.004 * sum(random.random() < 0.25 for _ in range(int(seconds * 1e3)))
+
+
+def varies(random: Random, seconds: float) -> float:
+    """Take three times as long on average, and vary from pass to pass by a factor of two."""
+    return seconds * random.lognormvariate(0.9, 0.7)
+
+
+@pytest.mark.parametrize("interference", [stalls, varies])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_drafts_speed_up_streams_while_another_process_interferes(
+    interference: Callable[[Random, float], float], streams: int
+) -> None:
+    random = Random(3)
+    machine = Machine(lambda rows: interference(random, cpu(rows)), streams, 0.97)
+    for _ in range(400):
+        machine.step()
+    undisturbed_s = sum(interference(random, cpu(streams)) for _ in range(2000)) / 2000
+    assert machine.tokens / machine.seconds * undisturbed_s / streams >= 2.2
+
+
+@pytest.mark.parametrize("interference", [stalls, varies])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_costs_learned_during_interference_do_not_stop_drafts_afterwards(
+    interference: Callable[[Random, float], float], streams: int
+) -> None:
+    random = Random(3)
+    machine = Machine(cpu, streams, 0.97)
+    machine.gain(300)
+    machine.curve = lambda rows: interference(random, cpu(rows))
+    machine.gain(400)
+    machine.curve, machine.tokens, machine.seconds = cpu, 0.0, 0.0
+    assert machine.gain(300) >= 2.2
+
+
 def test_drafts_do_not_lengthen_decode_calls_beyond_the_limit() -> None:
     machine = Machine(lambda rows: 0.1 + 0.02 * rows, 1, 0.99)
     machine.gain(50)
