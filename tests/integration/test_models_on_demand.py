@@ -20,6 +20,7 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_SEPARATOR, queu
 from cellama.tasks.state.scripts import run_script
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from ..gateways import GatewayProcess
 from .conftest import GREEDY, LONG
 
 STORY = "Once upon a time"
@@ -188,3 +189,18 @@ def test_model_that_can_not_fit_is_reported(start: Start, client: Client, name: 
     wait_for_statuses(client, name, one="lacking")
     (failure,) = next(model["lacks"] for model in client.models() if model["id"] == f"{name}-one").values()
     assert failure["code"] == "insufficient_memory"
+
+
+def test_ollama_requests_without_a_prompt_load_and_unload_the_model(
+    start: Start, client: Client, name: str, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    start("one").wait_ready()
+    gateway = GatewayProcess(tmp_path, redis_server.url).wait_ready()
+    try:
+        body = {"model": f"{name}-one", "keep_alive": "5m", "stream": False}
+        assert gateway.post("/api/generate", json=body).json()["done_reason"] == "load"
+        wait_for_statuses(client, name, one="ready")
+        assert gateway.post("/api/generate", json={**body, "keep_alive": 0}).json()["done_reason"] == "unload"
+        wait_for_statuses(client, name, one="available")
+    finally:
+        assert gateway.stop() == 0

@@ -101,7 +101,8 @@ async def _answer(parsed: ParsedRequest, url: str) -> Response:
         return await run_jobs(parsed, ollama_request)
     form, is_unload = ollama_request.form, unloads(parsed.body.get("keep_alive"))
     if model.get("on_demand", False):
-        if not is_unload or model["status"] == "ready":
+        now = await parsed.gateway.models(parsed.caller, 0.0) if is_unload else []
+        if not is_unload or any(view["id"] == model["id"] and view["status"] == "ready" for view in now):
             await _touch(parsed, ollama_request)
         return JSONResponse(form.unloaded() if is_unload else form.loaded())
     if is_unload:
