@@ -66,3 +66,7 @@ class ModelOptions(TypedDict, total=False):
     sampling: Mapping[str, object] | None
     logits_processors: Sequence[str]
     batch_strategy: str
+    on_demand: bool
+    keep_alive_s: int
+    preload: bool
+    pinned: bool

@@ -280,6 +280,21 @@ class ModelSettings(PlacementSettings):
         pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",
         description="Batch strategy: adaptive, decode_maximal, prefill_priority, balanced, or package.module:Class.",
     )
+    on_demand: bool = Field(
+        default=False,
+        description="Load the model when a job needs it, and unload it when another model needs the memory "
+        "(docs/how-to/models-on-demand.md).",
+    )
+    keep_alive_s: int = Field(
+        default=300,
+        ge=-1,
+        description="Time in seconds after which an idle on-demand model is unloaded. -1 keeps it loaded until another "
+        "model needs the memory.",
+    )
+    preload: bool = Field(
+        default=False, description="Load an on-demand model also when the worker starts, if it fits into the memory."
+    )
+    pinned: bool = Field(default=False, description="Never unload an on-demand model to make room for another model.")
 
 
 # With a second thread this small model would be slower on a busy machine, because llama.cpp's threads wait for each
@@ -330,6 +345,13 @@ class Settings(BaseSettings):
     on_full: OnFull = Field(
         default="refuse",
         description="Action when a model does not fit into the memory budget: refuse the model, or evict idle models.",
+    )
+    swap_after_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="Time in seconds that jobs for an on-demand model wait before the worker stops a busy on-demand "
+        "model to load theirs. The wait is at least 4 times the load time.",
     )
     pool: str = Field(
         default="default",

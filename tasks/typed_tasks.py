@@ -36,6 +36,7 @@ class BaseParams(TypedDict, total=False):
 
     priority: int
     timeout: float | None
+    keep_alive_s: float | None
 
 
 class ReadingParams(BaseParams, total=False):

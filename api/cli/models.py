@@ -368,7 +368,7 @@ def _context(model: ModelView) -> str:
 
 
 def _status(model: ModelView) -> str:
-    colour = {"ready": "green", "loading": "yellow"}.get(model["status"], "red")
+    colour = {"ready": "green", "available": "green", "loading": "yellow"}.get(model["status"], "red")
     return f"[{colour}]{model['status']}[/]" + ("  [dim](default)[/]" if model["default"] else "")
 
 

@@ -198,7 +198,7 @@ def _disk_lines(models: list[dict[str, Any]]) -> list[str]:
 
 def _difference(thing: dict[str, Any]) -> str:
     """Return how a worker's model or adapter differs from the desired state, or "" if it does not differ."""
-    if thing["state"] == "ready":
+    if thing["state"] in ("ready", "available"):
         return ""
     name = f"model {thing['model']}" if thing["adapter"] is None else f"adapter {thing['adapter']} of {thing['model']}"
     state = {"loading": "loading", "lacking": "missing", "leaving": "unloading"}[thing["state"]]

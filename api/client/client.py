@@ -67,7 +67,7 @@ from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
 from cellama.tasks.state.ledger import DeadJob, Ledger
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, stream_events
-from cellama.tasks.state.registry import WorkerEntry, live_workers
+from cellama.tasks.state.registry import WorkerEntry, is_served, live_workers
 from cellama.tasks.state.tenants import TenantShare, tenant_shares
 from cellama.tasks.state.unserved import UnservedWait, model_hint
 from cellama.tasks.typed_tasks import (
@@ -351,7 +351,7 @@ class Client:
 
     def _check_served(self, model: str) -> None:
         model = model_named(model)
-        served = [m["id"] for worker in live_workers(self._redis) for m in worker.models if m["status"] == "ready"]
+        served = [m["id"] for worker in live_workers(self._redis) for m in worker.models if is_served(m)]
         if model in served or (model == DEFAULT_MODEL and served):
             return
         if not served:
@@ -600,7 +600,7 @@ class Client:
             model_id = id_of_source(source, taken)
         model = {"id": model_id, "source": source, "default": default, **options}
         accepted = self._commands.send("cellama_load", {"model": model}, CommandTarget(worker, pool))
-        self._commands.wait_for_status(accepted, model_id, _status_of_model(model_id), "ready", timeout)
+        self._commands.wait_for_status(accepted, model_id, _state_of_model(model_id), "ready", timeout)
         return model_id
 
     def unload_model(
@@ -811,6 +811,13 @@ def result_timeout(job_id: str, timeout_s: float | None) -> JobTimeout:
 
 def _status_of_model(model_id: str) -> Callable[[WorkerEntry], str | None]:
     return lambda worker: next((str(m["status"]) for m in worker.models if m["id"] == model_id), None)
+
+
+def _state_of_model(model_id: str) -> Callable[[WorkerEntry], str | None]:
+    """Return a function that returns "ready" if a worker serves the model, or will load it on demand."""
+    return lambda worker: next(
+        ("ready" if is_served(m) else str(m["status"]) for m in worker.models if m["id"] == model_id), None
+    )
 
 
 def _status_of_adapter(model_id: str, name: str) -> Callable[[WorkerEntry], str | None]:

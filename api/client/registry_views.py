@@ -18,7 +18,7 @@ from cellama.tasks.contract.shapes.workers import (
     WorkerModel,
 )
 from cellama.tasks.estimates.position import Waiting
-from cellama.tasks.state.registry import WorkerEntry
+from cellama.tasks.state.registry import WorkerEntry, is_served
 
 PARTS = {"engine", "embedder", "reranker"}
 LEAST_URGENT = tuple(CLASSES)[-1]
@@ -55,7 +55,8 @@ class Stats(TypedDict):
 def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
     """Return one entry per model, with the names of its workers.
 
-    The `status` is `ready` if any worker serves the model. The `status` is `lacking` if workers should have the model
+    The `status` is `ready` if any worker serves the model. The `status` is `available` if workers load the model when a
+    job needs it. The `status` is `lacking` if workers should have the model
     but no worker does.
     """
     models: dict[str, tuple[WorkerModel, list[str]]] = {}
@@ -119,8 +120,8 @@ def stats(
     """
     counts = {model: sum(found.num_jobs for found in classes.values()) for model, classes in waiting.items()}
     totals = _totals(workers)
-    ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
-    served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
+    serving = [entry for worker in workers for entry in worker.models if is_served(entry)]
+    served = {entry["id"] for entry in serving} | {DEFAULT_MODEL for entry in serving if entry["default"]}
     known = {entry["id"] for worker in workers for entry in worker.models} | {DEFAULT_MODEL}
     unserved = sorted(model for model in counts if model not in served and (counts[model] or depths[model]))
     shown = [model for model in counts if model in known or model in unserved]

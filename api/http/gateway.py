@@ -27,7 +27,7 @@ from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priori
 from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.metrics.figures import OTHER, Bounded, Figures, Meter
 from cellama.tasks.state.ledger import arguments_of_ahead
-from cellama.tasks.state.registry import WorkerEntry
+from cellama.tasks.state.registry import WorkerEntry, is_served
 from cellama.tasks.state.scripts import source
 
 from .auth import TIERS, Access, Caller
@@ -189,9 +189,9 @@ class Gateway:
         return self.redis.register_script(source("ahead"))
 
     async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
-        """Return the ready models that the caller may use."""
+        """Return the models that the caller may use, and that are ready or loaded on demand."""
         views = await self._models.get(fresh_s)
-        return [view for view in views if view["status"] == "ready" and caller.may_use_model(view["id"])]
+        return [view for view in views if is_served(view) and caller.may_use_model(view["id"])]
 
     async def listed_models(self, caller: Caller) -> list[ModelView]:
         """Return the ready models that the caller may use, followed by their aliases as separate entries."""

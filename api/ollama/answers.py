@@ -65,6 +65,10 @@ class AnswerForm:
         """Return the answer to a request without a prompt, which checks whether the model is loaded."""
         return {**self.part(), "done": True, "done_reason": "load"}
 
+    def unloaded(self) -> dict[str, Any]:
+        """Return the answer to a request that unloads the model."""
+        return {**self.part(), "done": True, "done_reason": "unload"}
+
 
 def end_of(end: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer's final members: the reason why the answer ended, and the counts and durations in nanoseconds.

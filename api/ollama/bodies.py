@@ -24,6 +24,8 @@ LEVELS = ("low", "medium", "high", "max")
 _DURATION = re.compile(
     r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h)?", re.ASCII
 )  # one part of a duration such as 1h30m
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)?", re.ASCII)
+UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]
     A request with an empty string checks whether the model is loaded.
     """
     given = set_parameters(body, PARAMETERS[url])
-    check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
+    _take_keep_alive(params, given)
     texts = params.pop("texts", [])
     name = "input" if url == EMBED else "prompt"
     if not isinstance(texts, str) and (
@@ -91,6 +93,23 @@ def parse_texts(body: Mapping[str, Any], url: str) -> tuple[Any, dict[str, Any]]
         kinds = "a string or a list of strings" if url == EMBED else "a string"
         raise InvalidJob(f"{name} is {shorten(texts)}; it must be {kinds}")
     return texts, {"truncate": True, **params} if url == EMBED else params
+
+
+def _take_keep_alive(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    value = given.get("keep_alive")
+    if value is not None:
+        check_keep_alive(value)
+        put(params, "keep_alive_s", seconds_of(value), "keep_alive")
+
+
+def seconds_of(keep_alive: Any) -> float:
+    """Return a valid `keep_alive` in seconds, or -1 if it is negative."""
+    if isinstance(keep_alive, int | float):
+        seconds = float(keep_alive)
+    else:
+        sign = -1 if keep_alive.startswith("-") else 1
+        seconds = sign * sum(float(number) * UNIT_S[unit] for number, unit in _PART.findall(keep_alive))
+    return seconds if seconds >= 0 else -1.0
 
 
 def check_keep_alive(value: Any) -> None:
@@ -116,8 +135,8 @@ def _is_duration(text: str) -> bool:
 
 def _params(given: Mapping[str, Any], url: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the parameters of a generation job, and the caller's names for them."""
-    check_keep_alive(given.get("keep_alive"))
     params = unmapped_parameters(given, PARAMETERS[url])
+    _take_keep_alive(params, given)
     names = _take_options(params, given.get("options", {}))
     _take_format(params, given)
     _take_think(params, given)

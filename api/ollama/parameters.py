@@ -15,7 +15,12 @@ CHAT, GENERATE, EMBED, EMBEDDINGS = "/api/chat", "/api/generate", "/api/embed", 
 _TEXT_ONLY = "models can only process text; remove images"
 _COMMON = {
     "model": ParameterRule("mapped", "the tag `:latest` can be omitted or added"),
-    "keep_alive": ParameterRule("ignored", "models stay loaded until they are unloaded from the workers"),
+    "keep_alive": ParameterRule(
+        "mapped",
+        "time after which an on-demand model is unloaded if it stays idle, as a number of seconds or a duration such "
+        "as `5m`. Negative values keep the model loaded. Other models always stay loaded",
+        "keep_alive_s",
+    ),
     "service_tier": ParameterRule("mapped", "same as in OpenAI's API"),
     "priority": ParameterRule("rejected", "use `service_tier`"),
 }

@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cellama.config.logging import event_logger
 from cellama.engine.core.engine import Prompt
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, ModelNotLoaded, nearest
 from cellama.engine.events import Completion
-from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
+from cellama.engine.memory.budget import AvailableMemory, Footprint, MemoryBudget, OnFull, readable
 from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import Capability, EngineOptions
 from cellama.engine.snapshots import ManagerSnapshot
@@ -33,6 +33,9 @@ from cellama.engine.text.chat_template import Message
 from .memory_admission import MemoryAdmission
 from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model, TextOrTokens, Vector
 from .sources import HubOptions, resolve, with_draft_file
+
+if TYPE_CHECKING:
+    from cellama.engine.llama import LoadPlan
 
 log = event_logger(__name__)
 
@@ -56,6 +59,8 @@ class ModelEntry:
     model: Model | None = None
     since: float = 0.0  # time at which it became ready, in Unix seconds
     num_holds: int = 0  # `hold` blocks that are open
+    num_uses: int = 0  # `hold` blocks since the load
+    may_be_default: bool = True
 
 
 class ModelManager:
@@ -93,14 +98,15 @@ class ModelManager:
         *,
         options: EngineOptions | None = None,
         capabilities: Iterable[Capability] | None = None,
-        default: bool = False,
+        default: bool | None = None,
         hub: HubOptions | None = None,
         adapters: Mapping[str, tuple[str, float]] | None = None,
     ) -> Model:
         """Load a model and return it. Without `model_id`, the id is derived from the source.
 
-        The first model is the default until another model is loaded with `default`. During the load, other models
-        continue to serve requests, and other threads can load models. After a failed load, no part of the model stays
+        The first model is the default until another model is loaded with `default`. A model that is loaded with
+        `default=False` becomes the default only through `set_default`. During the load, other models continue to serve
+        requests, and other threads can load models. After a failed load, no part of the model stays
         in memory. Without `capabilities`, the capabilities are chosen based on the model's file. `adapters` maps each
         name to a source and a scale (see Model.load_adapter). Raises IdTaken, InsufficientMemory, ModelLoadFailed,
         AdapterLoadFailed, WrongCapability, InvalidRequest.
@@ -129,7 +135,8 @@ class ModelManager:
                 del self._entries[entry.id]
             give_memory_back()
             raise
-        self._start_serving(entry, model, default=default)
+        entry.may_be_default = default is not False
+        self._start_serving(entry, model, default=bool(default))
         if plan.tuned:
             log.info("tuned options applied", model=entry.id, options=model.tuned_text)
         return model
@@ -139,7 +146,7 @@ class ModelManager:
         with self._lock:
             entry.model, entry.status, entry.since = model, "ready", time.time()
             entry.capabilities = model.capabilities
-            if default or self._default is None:
+            if default or (self._default is None and entry.may_be_default):
                 self._default = entry.id
         taken = readable(model.memory.total_bytes)
         log.info(
@@ -176,7 +183,7 @@ class ModelManager:
         with self._lock:
             entry = self._ready(model_id)
             entry.status = "unloading"
-            was_default, self._default = self._default == entry.id, self._default_without(entry.id)
+            was_default, self._default = self._default == entry.id, self.default_without(entry.id)
         model = entry.model
         assert model is not None
         deadline = time.monotonic() + timeout_s
@@ -197,10 +204,12 @@ class ModelManager:
             )
         self._remove(entry)
 
-    def _default_without(self, model_id: str) -> str | None:
+    def default_without(self, model_id: str) -> str | None:
+        """Return the model that becomes the default when this model is unloaded, or None."""
         if self._default != model_id:
             return self._default
-        return next((other.id for other in self._entries.values() if other.status == "ready"), None)
+        others = [other for other in self._entries.values() if other.id != model_id and other.may_be_default]
+        return next((other.id for other in others if other.status == "ready"), None)
 
     def _remove_when_closed(self, entry: ModelEntry) -> None:
         while entry.model is not None and not entry.model.close():
@@ -232,6 +241,7 @@ class ModelManager:
         with self._lock:
             entry = self._ready(model_id)
             entry.num_holds += 1
+            entry.num_uses += 1
         assert entry.model is not None
         try:
             yield entry.model
@@ -324,6 +334,34 @@ class ModelManager:
         """Return all models with their status, including models that are loading or unloading."""
         with self._lock:
             return list(self._entries.values())
+
+    def plan(
+        self,
+        model_id: str,
+        source: str,
+        *,
+        options: EngineOptions,
+        capabilities: Iterable[Capability] | None = None,
+        hub: HubOptions | None = None,
+        evictable: Collection[str] = (),
+    ) -> LoadPlan:
+        """Return the plan for a load in the memory that is available without the `evictable` models.
+
+        A later `load` with the same arguments reuses the plan. Raises the same errors as `load`, except
+        InsufficientMemory.
+        """
+        hub = hub or HubOptions()
+        path, chosen = at_low_priority(lambda: (resolve(source, hub), with_draft_file(options, hub)))
+        requested = None if capabilities is None else frozenset(capabilities)
+        return self._admission.plan(model_id, path, chosen, requested, evictable)
+
+    def available_memory(self) -> AvailableMemory:
+        """Return the memory that is available for further models."""
+        return self._admission.budget.available()
+
+    def footprints(self) -> dict[str, Footprint]:
+        """Return the memory that is reserved for each model, including models that are loading."""
+        return self._admission.budget.taken()
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
         """Use `evict` to unload idle models when memory is needed.

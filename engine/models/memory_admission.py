@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -97,6 +97,33 @@ class MemoryAdmission:
         self._idle = idle
         self.budget = Budget(limit, devices, num_saved)
         self._plan_lock = threading.Lock()
+        self._remembered: dict[str, LoadPlan] = {}  # by `_plan_key`
+
+    def plan(
+        self,
+        model_id: str,
+        path: Path,
+        options: EngineOptions,
+        requested: frozenset[Capability] | None,
+        evictable: Collection[str],
+    ) -> LoadPlan:
+        """Plan a load in the memory that is available without the `evictable` models, and remember the plan.
+
+        Later loads of the same file reuse the plan while it fits, which saves starting the child process. Raises
+        ModelLoadFailed, WrongCapability, InvalidRequest.
+        """
+        from cellama.engine.llama import connect_all
+
+        key = _plan_key(path, options, requested)
+        if key in self._remembered:
+            return self._remembered[key]
+        with self._plan_lock:
+            connect_all(options)
+            taken = self.budget.taken()
+            available = self.budget.available().plus(taken[other] for other in evictable if other in taken)
+            plan = at_low_priority(functools.partial(plan_in_child, model_id, path, options, requested, available))
+            self._remembered[key] = plan
+        return plan
 
     def admit(
         self, model_id: str, path: Path, options: EngineOptions, requested: frozenset[Capability] | None
@@ -111,8 +138,12 @@ class MemoryAdmission:
         failed: set[str] = set()  # models that could not be evicted
         with self._plan_lock:
             connect_all(options)  # so that the budget knows the devices of RPC servers
+            remembered = self._remembered.get(_plan_key(path, options, requested))
             while True:
                 available = self.budget.available()
+                if remembered is not None and available.shortage(remembered.footprint) is None:
+                    plan = remembered
+                    break
                 plan = at_low_priority(functools.partial(plan_in_child, model_id, path, options, requested, available))
                 shortage = None if self.budget.limit == "unlimited" else available.shortage(plan.footprint)
                 if shortage is None:
@@ -169,6 +200,14 @@ class MemoryAdmission:
             required_bytes=shortage.required_bytes,
             available_bytes=shortage.available_bytes,
         )
+
+
+def _plan_key(path: Path, options: EngineOptions, requested: frozenset[Capability] | None) -> str:
+    """Return a key that changes if the result of a plan may change, except for the available memory."""
+    files = [path, *([Path(options.draft)] if options.draft else []), tuned_options.directory()]
+    stats = [(file.stat() if file.exists() else None) for file in files]
+    versions = [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats]
+    return repr((str(path), versions, options, requested and sorted(requested)))
 
 
 def _models_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:

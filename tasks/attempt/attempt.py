@@ -64,6 +64,7 @@ from cellama.tasks.contract.kinds.tokens import (
     TokenizeJob,
     TokenizeResult,
 )
+from cellama.tasks.contract.payloads import BaseJob
 from cellama.tasks.contract.shapes.results import Usage, usage_of
 from cellama.tasks.middleware import AttemptContext, Middleware, context_of
 from cellama.tasks.publishing.publisher import AttemptStream
@@ -349,19 +350,22 @@ class JobAttempt:
 
     # The model and adapters of the first attempt, which later attempts must also have
 
-    def _model(self, model_id: str) -> Model:
+    def _model(self, job: BaseJob) -> Model:
         """Return the job's model, which stays loaded until the attempt ends.
 
         Raises UnknownModel, or Ignore if the model is unloading.
         """
+        model_id = job.model
         first = self._past.provenance
         if first is not None and model_id == names.DEFAULT_MODEL:  # the default model may have changed
             models = self._runtime.manager.models()
             model_id = next((name for name, model in models.items() if first.is_in(model)), model_id)
         try:
-            return self._held.enter_context(self._runtime.manager.hold(model_id))
+            model = self._held.enter_context(self._runtime.manager.hold(model_id))
+            self._runtime.note_job(model.id, job.keep_alive_s)
+            return model
         except UnknownModel:
-            if not self._runtime.manager.is_leaving(model_id):
+            if not (self._runtime.manager.is_leaving(model_id) or self._runtime.is_on_demand(model_id)):
                 raise
         raise self._hand_over()
 
@@ -418,13 +422,13 @@ class JobAttempt:
     # Jobs that generate or prefill
 
     def generate(self, job: GenerateJob) -> Result:
-        return self._complete(self._model(job.model), job)
+        return self._complete(self._model(job), job)
 
     def chat(self, job: ChatJob) -> Result:
-        return with_messages(self._complete(self._model(job.model), job))
+        return with_messages(self._complete(self._model(job), job))
 
     def prefill(self, job: PrefillJob) -> Result:
-        return of_prefill(self._complete(self._model(job.model), job))
+        return of_prefill(self._complete(self._model(job), job))
 
     def _complete(self, model: Model, job: CompletionJob) -> GenerateResult:
         handle = self._submit(model, job)
@@ -506,7 +510,7 @@ class JobAttempt:
     # Lines of a bulk run
 
     def chunk(self, job: ChunkJob) -> Result:
-        model = self._model(job.model)
+        model = self._model(job)
         constrained = has_constrained_lines(job, self._sampling_defaults(model))
         provenance = self._provenance(model, job.model, None, adapters_of_lines(job), is_constrained=constrained)
         lines = ChunkRun(
@@ -528,10 +532,10 @@ class JobAttempt:
     # Vectors and scores
 
     def embed(self, job: EmbedJob) -> Result:
-        return self._done(embed(self._model(job.model), job, self._wait_for))
+        return self._done(embed(self._model(job), job, self._wait_for))
 
     def rerank(self, job: RerankJob) -> Result:
-        return self._done(rerank(self._model(job.model), job, self._wait_for))
+        return self._done(rerank(self._model(job), job, self._wait_for))
 
     def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
         """Wait until the vectors are computed. Raises Ignore or SoftTimeLimitExceeded if the job is interrupted."""
@@ -545,7 +549,7 @@ class JobAttempt:
     # Jobs that only need the vocabulary, and no slot
 
     def tokenize(self, job: TokenizeJob) -> Result:
-        model = self._model(job.model)
+        model = self._model(job)
         tokens = model.tokenize(job.text, add_special=job.add_special, parse_special=job.parse_special)
         result: TokenizeResult = {"tokens": tokens, "model": model.id}
         if job.return_pieces:
@@ -553,11 +557,11 @@ class JobAttempt:
         return self._done(result)
 
     def detokenize(self, job: DetokenizeJob) -> Result:
-        model = self._model(job.model)
+        model = self._model(job)
         return self._done({"text": model.detokenize(job.tokens), "model": model.id})
 
     def apply_chat_template(self, job: TemplateJob) -> Result:
-        model = self._model(job.model)
+        model = self._model(job)
         prompt = model.prepare_chat(*conversation_of(job))
         result: TemplateResult = {"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id}
         if job.return_pieces:

@@ -55,6 +55,7 @@ Workers:
 `cellama:accepts`: Unused. Writing zero bytes to this key tests whether Redis accepts writes.
 `cellama:wanted:pool:{pool}` (hash): Desired state of a pool's workers, in addition to their settings. TTL of 30 days.
 `cellama:wanted:worker:{worker}` (hash): Desired state of one worker, in addition to its settings. TTL of 30 days.
+`cellama:loading:{model}` (string): Name of the worker that is loading an on-demand model. TTL.
 `cellama:trials:{worker}` (hash): Model loads that the worker has started but not completed. TTL of a day.
 `cellama:took:{class}:{kind}:{queue}` (list): Samples of service times, used for estimates. TTL of 30 days.
 
@@ -211,6 +212,10 @@ def desired_state_key(whose: Literal["pool", "worker"], name: str) -> str:
 
 def service_times_key(queue: str, kind: str, of: Literal["interactive", "bulk"]) -> str:
     return f"{key_prefix()}:took:{of}:{kind}:{queue}"
+
+
+def loading_key(model_id: str) -> str:
+    return f"{key_prefix()}:loading:{model_id}"
 
 
 def trials_key(worker: str) -> str:

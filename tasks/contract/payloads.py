@@ -400,6 +400,12 @@ class BaseJob(Payload):
     timeout: Finite | None = Field(
         default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="Timeout in seconds, counted from submission."
     )
+    keep_alive_s: Finite | None = Field(
+        default=None,
+        ge=-1,
+        description="Time in seconds after which the on-demand model is unloaded if it stays idle (default: the "
+        "model's `keep_alive_s`). -1 keeps it loaded until another model needs the memory.",
+    )
 
 
 class ReadingJob(BaseJob):

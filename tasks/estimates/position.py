@@ -27,7 +27,7 @@ from cellama.tasks.contract.names import (
 )
 from cellama.tasks.contract.shapes.workers import WorkerModel
 from cellama.tasks.state.ledger import JobsAhead, JobWork, Ledger, work_of_text
-from cellama.tasks.state.registry import WorkerEntry, live_workers
+from cellama.tasks.state.registry import WorkerEntry, is_served, live_workers
 
 from .samples import JobClass, Samples, class_of, read_samples
 
@@ -40,6 +40,7 @@ HANDLING_S = 1.0  # additional seconds that queue, worker and engine may need
 MAX_AHEAD = 200  # jobs ahead that are read; a sample of more errs by about 7 % if lengths vary as much as their mean
 MAX_RUNNING = 2000  # running jobs that are read, those of several hundred workers
 ASSUMED_LENGTHS = (0.1, 0.3, 0.6, 0.9, 1.0)  # fractions of the requested tokens, while there are no samples
+MAX_LOADS = 5  # load times until a model is loaded at the latest, if the worker must first stop a busy model
 TEXT_SLOTS = 16  # concurrent jobs of a model without an engine
 
 
@@ -182,6 +183,31 @@ def estimate(
     serving = _serving(workers, queue)
     if not serving:
         return WaitEstimate()
+    load_s = _load_s(serving)
+    if load_s is None:
+        return WaitEstimate()
+    found = _estimate(redis, serving, running_now, queue, ahead, priority)
+    if not load_s or found.eta_s is None or found.max_s is None:
+        return found
+    return replace(found, eta_s=found.eta_s + load_s, max_s=found.max_s + MAX_LOADS * load_s)
+
+
+def _load_s(serving: Sequence[tuple[WorkerEntry, WorkerModel]]) -> float | None:
+    """Return the seconds until a model is loaded: 0 if it is ready, or None if its load was never measured."""
+    if any(model["status"] == "ready" for _, model in serving):
+        return 0.0
+    return min((model["load_s"] for _, model in serving if "load_s" in model), default=None)
+
+
+def _estimate(
+    redis: Redis,
+    serving: Sequence[tuple[WorkerEntry, WorkerModel]],
+    running_now: Sequence[ListedJob],
+    queue: str,
+    ahead: JobsAhead,
+    priority: int,
+) -> WaitEstimate:
+    """Estimate when a job will get a slot after the model has been loaded."""
     num_slots = sum(_num_slots(model) for _, model in serving)
     names, queues = {worker.name for worker, _ in serving}, _queues_of(serving, queue)
     running = [job for job in running_now if job.kind.queue in queues and job.worker and job.priority <= priority]
@@ -212,19 +238,25 @@ def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slo
 
 
 def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
-    """Return the workers that serve a queue, each with the model that serves the queue."""
+    """Return the workers that serve a queue, each with the model that serves the queue.
+
+    If no worker has the model, return the workers that load it on demand.
+    """
     queue = queue_name(model_of(queue))  # that of the model, if a plain producer named an alias
     is_default = queue == queue_name(DEFAULT_MODEL)
-    return [
+    found = [
         (worker, model)
         for worker in workers
         for model in worker.models
-        if model["status"] == "ready" and (queue_name(model["id"]) == queue or (is_default and model["default"]))
+        if is_served(model) and (queue_name(model["id"]) == queue or (is_default and model["default"]))
     ]
+    return [(worker, model) for worker, model in found if model["status"] == "ready"] or found
 
 
 def _num_slots(model: WorkerModel) -> int:
-    return TEXT_SLOTS if model["engine"] is None else model["engine"]["slots_total"]
+    if model["engine"] is None:
+        return model.get("slots") or TEXT_SLOTS
+    return model["engine"]["slots_total"]
 
 
 def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -> set[str]:

@@ -337,6 +337,7 @@ ATTEMPTS = (
         (),
         "worker",
     ),
+    _histogram("cellama_model_load_seconds", "Duration of each model load.", FINE_S, "worker", "model"),
     Row(
         "cellama_label_values_dropped_total",
         "counter",

@@ -26,6 +26,7 @@ from cellama.tasks.contract.shapes.snapshots import Totals
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
     LoadFailure,
+    ModelFile,
     WantedThing,
     WorkerCores,
     WorkerMemory,
@@ -130,10 +131,12 @@ class Registration:
         failures: Callable[[], dict[str, LoadFailure]] = dict,
         wanted: Callable[[], list[WantedThing]] = list,
         evicted: Callable[[], dict[str, float]] = dict,
+        complete: Callable[[list[WorkerModel]], list[WorkerModel]] = list,
     ) -> None:
         """Prepare the registration.
 
-        `failures`, `wanted` and `evicted` return the values of the entry's fields with the same names.
+        `failures`, `wanted` and `evicted` return the values of the entry's fields with the same names. `complete`
+        adds the on-demand models that are not loaded.
         """
         self._redis = redis
         self._worker = worker
@@ -143,6 +146,7 @@ class Registration:
         self._failures = failures
         self._wanted = wanted
         self._evicted = evicted
+        self._complete = complete
         self._started_at = time.time()
         self._last: WorkerEntry | None = None  # the entry that was written last
         self._loop = RedisLoop(
@@ -199,7 +203,7 @@ class Registration:
             pid=pid,
             started_at=self._started_at,
             at=now,
-            models=models,
+            models=self._complete(models),
             failures=self._failures(),
             memory=memory,
             cores=cores,
@@ -231,6 +235,11 @@ class Registration:
 def _last_cache_hit(model: Model) -> CacheHit | None:
     hit = model.engine.last_cache_hit if model.capabilities & {"generate", "chat"} else None
     return None if hit is None else {"kind": hit.kind, "num_tokens": hit.num_tokens, "tier": hit.tier}
+
+
+def is_served(model: ModelFile) -> bool:
+    """Return whether a worker runs a model's jobs now, or loads the model when a job needs it."""
+    return model["status"] == "ready" or model.get("on_demand", False)
 
 
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:

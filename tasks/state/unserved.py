@@ -57,7 +57,7 @@ from cellama.tasks.contract.names import (
 )
 
 from .ledger import Ending, Ledger
-from .registry import WorkerEntry, live_workers
+from .registry import WorkerEntry, is_served, live_workers
 from .scripts import run_script
 
 log = event_logger(__name__)
@@ -86,7 +86,7 @@ def queues_of(workers: Iterable[WorkerEntry]) -> set[str]:
     for worker in workers:
         models |= {model["id"] for model in worker.models}
         models |= {DEFAULT_MODEL for model in worker.models if model["default"]}
-        models |= {thing["model"] for thing in worker.wanted if thing["state"] in ("ready", "loading")}
+        models |= {thing["model"] for thing in worker.wanted if thing["state"] in ("ready", "loading", "available")}
     return set(map(queue_name, models))
 
 
@@ -178,7 +178,7 @@ class UnservedJobs:
     def _reason(self, queue: str, workers: Collection[WorkerEntry]) -> str:
         unserved = f"is not served by any worker, and the job has waited for {self.timeout_s:g} s (unserved_timeout_s)"
         if is_model_queue(queue):
-            served = {model["id"] for worker in workers for model in worker.models if model["status"] == "ready"}
+            served = {model["id"] for worker in workers for model in worker.models if is_served(model)}
             return f"model: {model_of(queue)!r} {unserved}; {model_hint(model_of(queue), served)}"
         return (
             f"queue: {queue!r} {unserved}; send the job to the queue of its model, {queue_name('MODEL')!r}, or make "

@@ -9,7 +9,7 @@ import this module.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,13 +51,18 @@ class ModelChanges:
         loader: ModelLoader,
         record: DesiredStateRecord,
         num_waiting: Callable[[str], int],
+        desired: Callable[[], Mapping[str, ModelSettings]] = dict,
     ) -> None:
-        """Prepare the changes. `num_waiting` returns how many of a queue's jobs are waiting for a slot."""
+        """Prepare the changes.
+
+        `num_waiting` returns how many of a queue's jobs are waiting for a slot. `desired` returns the desired models.
+        """
         self._manager = manager
         self._consumer = consumer
         self._loader = loader
         self._record = record
         self._num_waiting = num_waiting
+        self._desired = desired
 
     def _start(self, key: Key, action: Callable[[], object], override: Override | None, *, whole_pool: bool) -> None:
         """Run an action in the background.
@@ -92,7 +97,7 @@ class ModelChanges:
     def load(self, model: dict[str, Any], *, whole_pool: bool = True) -> None:
         """Start loading a model from the fields of a `[[models]]` table.
 
-        The worker takes the model's jobs once the model is loaded.
+        The worker takes the model's jobs once the model is loaded. An on-demand model is only added to the catalogue.
         """
         settings = ModelSettings(**model)
         key = model_key(settings.id)
@@ -107,14 +112,15 @@ class ModelChanges:
                 "unload that model first"
             )
         is_loaded = loaded is not None and loads_the_same(desired or loaded, settings)
-        is_in_settings = is_loaded and override is None
+        is_in_settings = is_loaded and override is None and not settings.on_demand
 
         def load() -> None:
-            if not is_loaded:
+            if not is_loaded and not settings.on_demand:
                 self._loader.load_model(settings)
             if settings.default:
                 self._write(DEFAULT_KEY, Override(default=settings.id), whole_pool=whole_pool)
-                self._manager.set_default(settings.id)
+                if self._manager.is_loaded(settings.id):
+                    self._manager.set_default(settings.id)
 
         self._start(key, load, None if is_in_settings else Override(model=settings), whole_pool=whole_pool)
 
@@ -126,8 +132,10 @@ class ModelChanges:
         """
         key = model_key(model_id)
         override = override_in(self._record.read(), key)
-        if override is not None and not self._manager.is_loaded(model_id):
-            if override.gone:
+        desired = self._desired().get(model_id)
+        is_on_demand = desired is not None and desired.on_demand
+        if (override is not None or is_on_demand) and not self._manager.is_loaded(model_id):
+            if override is not None and override.gone:
                 return
             if not self._manager.is_leaving(model_id):
                 self._loader.failed.pop(key_text(key), None)
@@ -143,13 +151,17 @@ class ModelChanges:
 
         Raises ModelBusy.
         """
+        desired = self._desired().get(model_id)
+        if desired is not None and desired.pinned:
+            raise ModelBusy(f"model {model_id!r} is pinned")
         if any(map(self._num_waiting, queues_of_model(model_id))):
             raise ModelBusy(f"model {model_id!r} is needed by waiting jobs")
         key = model_key(model_id)
         self._loader.busy.add(key_text(key))
         try:
             self._loader.unload_model(model_id, STOP_INTAKE_S)
-            self._write(key, Override(gone=True), whole_pool=False)
+            if desired is None or not desired.on_demand:
+                self._write(key, Override(gone=True), whole_pool=False)
         finally:
             self._loader.busy.discard(key_text(key))
         self._loader.on_change()

@@ -37,6 +37,7 @@ NUM_PARTS = {"model": 2, "adapter": 3, "default": 1}  # length of the keys of ea
 # Seconds to keep the record of a pool without workers, or a note that something is absent. Machines are rarely switched
 # off for longer.
 RECORD_TTL_S = 30 * 86400
+RESIDENCY_FIELDS = ("on_demand", "keep_alive_s", "preload", "pinned")  # settings that don't change the loaded model
 MAX_CRASHED_LOADS = 3  # consecutive loads that crash the process; one crash may have another cause, such as low memory
 CRASHED_LOADS_TTL_S = 86400  # then the load is retried, because the file or the machine may have changed
 
@@ -169,8 +170,8 @@ def corrections(
             yield Correction("unload", key)
         elif desired.adapters[key].scale != adapter.scale:
             yield Correction("scale", key)
-    for model_id in desired.models:
-        if model_id not in models:
+    for model_id, model in desired.models.items():
+        if model_id not in models and not model.on_demand:  # OnDemandModels loads the others (on_demand.py)
             yield Correction("load", model_key(model_id))
     for key in desired.adapters:
         if key[1] in models and key not in adapters:
@@ -179,7 +180,7 @@ def corrections(
 
 def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool = True) -> bool:
     """Return whether two models' settings load the same model and, if `adapters` is true, also the same adapters."""
-    ignored = {"id", "default", "hub_token", *(() if adapters else ("adapters",))}
+    ignored = {"id", "default", "hub_token", *RESIDENCY_FIELDS, *(() if adapters else ("adapters",))}
     return one.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
 
 

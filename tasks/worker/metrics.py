@@ -76,6 +76,7 @@ class Metrics(Middleware):
         return figures
 
     def on_model_loaded(self, model_id: str, model: Model) -> None:
+        self._meter.observe("cellama_model_load_seconds", model.load_s, self._models.of(model_id))
         if {"generate", "chat"} & model.capabilities:
             self.count_steps(model_id, model.engine)
 

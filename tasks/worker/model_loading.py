@@ -81,6 +81,13 @@ def check_models(settings: Settings) -> None:
         raise SettingsError("\n".join(problems))
 
 
+def default_of(desired: DesiredState, settings: Settings) -> str | None:
+    """Return the id of the desired default model."""
+    if desired.default is not None:
+        return desired.default
+    return settings.default_model.id if settings.default_model.id in desired.models else None
+
+
 @dataclass(frozen=True, slots=True)
 class FailedAction:
     """A failure to load or unload a model or adapter, and the time of the next retry."""
@@ -144,6 +151,11 @@ class ModelLoader:
         """Return the failures of the last minute, keyed by action name."""
         now = time.monotonic()
         return {name: each.failure for name, each in list(self.failed.items()) if now - each.at < FAILURE_TTL_S}
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether an action has failed and must not be retried yet."""
+        failed = self.failed.get(name)
+        return failed is not None and time.monotonic() < failed.retry_at
 
     def forget_failures(self, needed: set[str]) -> None:
         """Forget old failures of actions whose names are not in `needed`."""
@@ -228,8 +240,7 @@ class ModelLoader:
 
     def stop_intake(self, model_id: str) -> list[str]:
         """Stop taking the jobs that only this model serves, and return their queues. Call only on the main thread."""
-        others = self._manager.models().keys() - {model_id}
-        is_only_default = self._manager.default == model_id and not others
+        is_only_default = self._manager.default == model_id and self._manager.default_without(model_id) is None
         models = [model_id, DEFAULT_MODEL] if is_only_default else [model_id]
         queues = [queue for model in models for queue in queues_of_model(model)]
         for queue in queues:
@@ -353,6 +364,11 @@ class Reconciler:
         finally:
             self._record.end_load(key)
 
+    @property
+    def desired(self) -> DesiredState:
+        """The desired state at the last `reconcile`."""
+        return self._desired
+
     # For the worker's registry entry
 
     def report(self) -> list[WantedThing]:
@@ -363,7 +379,8 @@ class Reconciler:
         desired, models, adapters = self._desired, self._loader.models(), self._loader.adapters()
         for model_id, model in desired.models.items():
             key = model_key(model_id)
-            model_entry = self._entry(key, model.source, desired.origins[key], is_loaded=model_id in models)
+            is_loaded, state = model_id in models, self._state_on_demand(model_id) if model.on_demand else None
+            model_entry = self._entry(key, model.source, desired.origins[key], is_loaded=is_loaded, state=state)
             yield model_entry
             for key, adapter in desired.adapters.items():
                 if key[1] == model_id:
@@ -377,6 +394,12 @@ class Reconciler:
         for key, adapter in adapters.items():
             if key not in desired.adapters and key[1] in desired.models:
                 yield self._entry(key, adapter.source, "settings", state="leaving")
+
+    def _state_on_demand(self, model_id: str) -> WantedState:
+        status = next((entry.status for entry in self._manager.entries() if entry.id == model_id), None)
+        if status is None and self._loader.has_failed(key_text(model_key(model_id))):
+            return "lacking"
+        return "ready" if status == "ready" else "loading" if status == "loading" else "available"
 
     def _entry(
         self, key: Key, source: str, origin: Origin, *, is_loaded: bool = False, state: WantedState | None = None

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -34,13 +34,17 @@ from cellama.tasks.state.tenants import ServiceWriter
 from cellama.tasks.state.unserved import UnservedJobs, report_served
 
 from .commands import ModelChanges
-from .desired_state import DesiredStateRecord, desired_state, loads_the_same
+from .desired_state import DesiredState, DesiredStateRecord, desired_state, loads_the_same
 from .middlewares import start_middlewares
-from .model_loading import ModelLoader, Reconciler, options_of
+from .model_loading import ModelLoader, Reconciler, default_of, options_of
 from .neighbours import Neighbours
+from .on_demand import OnDemandModels
 from .prefix_cache import PrefixCache
 from .reaper import LeaseKeeper, Reaper, Store
 from .signing import Signer
+
+if TYPE_CHECKING:
+    from cellama.engine.llama import LoadPlan
 
 log = event_logger(__name__)
 
@@ -59,6 +63,10 @@ MAPPED_BYTES = 4 << 20  # size from which a freed block returns to the system im
 # jobs, and most of what they allocate is freed without a collection.
 GC_THRESHOLD = 20_000
 NUM_HEAPS = 4  # shared by all threads, most of which wait, or hold the GIL and use Python's own allocator
+
+
+def _hub_options(model: ModelSettings) -> HubOptions:
+    return HubOptions(model.hub_cache_dir, model.hub_token, model.hub_force, model.hub_offline)
 
 
 def _queues_of(models: Iterable[str]) -> set[str]:
@@ -218,6 +226,7 @@ class Runtime:
         self.prefix_cache = PrefixCache(self.ledger, self.incarnation, self.manager)
         # Set by `attach`
         self.changes: ModelChanges
+        self.on_demand: OnDemandModels | None = None
         self._lease: LeaseKeeper | None = None
         self._neighbours: Neighbours | None = None
         self._registration: Registration | None = None
@@ -231,17 +240,43 @@ class Runtime:
             desired = desired_state(self.settings, self._record.read()).models
         except RedisError as error:
             log.warning("desired state not read", detail=f"{error}; the worker loads the models in its settings")
-            return list(self.settings.models)
+            return [model for model in self.settings.models if not model.on_demand]
         return [
             model
             for model in self.settings.models
-            if model.id in desired and loads_the_same(desired[model.id], model, adapters=False)
+            if model.id in desired and loads_the_same(desired[model.id], model, adapters=False) and not model.on_demand
         ]
+
+    def _desired(self) -> DesiredState:
+        return desired_state(self.settings, {}) if self._reconciler is None else self._reconciler.desired
+
+    def note_job(self, model_id: str, keep_alive_s: float | None) -> None:
+        """Record that a job uses a model, and the keep-alive time that the job sets."""
+        if self.on_demand is not None:
+            self.on_demand.note_job(model_id, keep_alive_s)
+
+    def is_on_demand(self, model_id: str) -> bool:
+        """Return whether this worker loads a model when a job needs it."""
+        desired = self._desired()
+        name = default_of(desired, self.settings) if model_id == DEFAULT_MODEL else model_id
+        return name is not None and name in desired.models and desired.models[name].on_demand
+
+    def _plan(self, model: ModelSettings, evictable: Collection[str]) -> LoadPlan:
+        return self.manager.plan(
+            model.id,
+            model.source,
+            options=options_of(model, self.settings),
+            capabilities=model.capabilities,
+            hub=_hub_options(model),
+            evictable=evictable,
+        )
 
     def _load(self, model: ModelSettings) -> None:
         options = options_of(model, self.settings)
-        default = model.default or model == self.settings.default_model
-        hub = HubOptions(model.hub_cache_dir, model.hub_token, model.hub_force, model.hub_offline)
+        default: bool | None = model.default or model == self.settings.default_model or None
+        if model.on_demand or self.is_on_demand(DEFAULT_MODEL):
+            # Otherwise, the model that serves `:default` would depend on the models that are loaded.
+            default = model.id == default_of(self._desired(), self.settings)
         adapters = {name: (adapter.source, adapter.scale) for name, adapter in model.adapters.items()}
         loaded = self.manager.load(
             model.id,
@@ -249,7 +284,7 @@ class Runtime:
             options=options,
             capabilities=model.capabilities,
             default=default,
-            hub=hub,
+            hub=_hub_options(model),
             adapters=adapters,
         )
         self.watchdog.watch(*loaded.pulses)
@@ -329,12 +364,29 @@ class Runtime:
         for name in [*missing, *([] if self.manager.default else [DEFAULT_MODEL])]:
             for queue in queues_of_model(name):
                 consumer.cancel_task_queue(queue)
-        self.changes = ModelChanges(self.manager, consumer, loader, self._record, self.ledger.num_waiting)
+        reconciler = Reconciler(self.settings, self.manager, loader, self._record)
+        self.changes = ModelChanges(
+            self.manager,
+            consumer,
+            loader,
+            self._record,
+            self.ledger.num_waiting,
+            desired=lambda: reconciler.desired.models,
+        )
         if self.settings.on_full == "evict":  # not earlier, so that the models of the settings don't evict each other
             self.manager.evict_through(self.changes.evict)
-        reconciler = Reconciler(self.settings, self.manager, loader, self._record)
         self._consumer, self._reconciler = consumer, reconciler
         reconciler.start_corrections(overrides, adapters_first=True)
+        self.on_demand = OnDemandModels(
+            self._connect(),
+            self._worker,
+            self.settings,
+            self.manager,
+            loader,
+            self._record,
+            desired=lambda: reconciler.desired,
+            plan=self._plan,
+        )
         self._neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
         self._registration = Registration(
             self.redis,
@@ -353,6 +405,7 @@ class Runtime:
             failures=loader.recent_failures,
             wanted=reconciler.report,
             evicted=lambda: dict(loader.evicted),
+            complete=self.on_demand.complete,
         )
         self._lease = LeaseKeeper(Ledger(self._connect(), settings=self.settings), consumer, self.settings.lease_s)
 
@@ -362,8 +415,10 @@ class Runtime:
             models = {DEFAULT_MODEL, *(model.id for model in self.settings.models)}
             report_served(self.redis, _queues_of(models))
             return
-        wanted = [thing["model"] for thing in self._reconciler.report() if thing["state"] in ("ready", "loading")]
-        models = {*wanted, *([DEFAULT_MODEL] if self.manager.default else [])}
+        served = ("ready", "loading", "available")
+        wanted = [thing["model"] for thing in self._reconciler.report() if thing["state"] in served]
+        has_default = self.manager.default or default_of(self._reconciler.desired, self.settings) in wanted
+        models = {*wanted, *([DEFAULT_MODEL] if has_default else [])}
         report_served(self.redis, {*_queues_of(models), *list(self._consumer.app.amqp.queues.consume_from)})
 
     def _report_now(self) -> None:
@@ -377,6 +432,8 @@ class Runtime:
             if self.settings.unserved_timeout_s:
                 self._unserved.start()
             self._registration.start()
+            if self.on_demand is not None:
+                self.on_demand.start()
 
     def close(self, save_until: float = 0.0) -> None:
         """Stop all threads. The registry is updated first, and the publisher writes all events.
@@ -393,6 +450,8 @@ class Runtime:
         self._reaper.close()
         self._unserved.close(CLOSE_S)
         self._served.close(CLOSE_S)
+        if self.on_demand is not None:
+            self.on_demand.close(CLOSE_S)
         self._record.end_load(None)  # running loads are aborted by this exit, and must not count as crashes
         if save_until:
             save_until = max(save_until, time.monotonic() + MIN_SAVE_S)

@@ -31,11 +31,13 @@ from cellama.engine import (
     UnknownModel,
 )
 from cellama.engine.llama.backend import LlamaBackend
+from cellama.engine.models import memory_admission
 from cellama.tasks.contract.shapes.workers import WorkerMemory, WorkerModel
 from cellama.tasks.state.registry import describe
 
 from ..conftest import PATIENCE_S, wait_until
 from .holding import Hold
+from .small_models import SMALL
 
 TINY = "bundled://tiny"
 OPTIONS = EngineOptions(n_parallel=2, threads=1)
@@ -296,3 +298,26 @@ def test_registry_reports_a_model_as_stopped_when_its_engine_thread_died(
         lambda: describe(entry, default=True)["status"] == "stopped", "the registry reports the model as stopped"
     )
     assert describe(entry, default=True)["engine"]["phase"] == "stopped"
+
+
+def test_load_reuses_the_plan_of_an_unchanged_file(
+    manager: ModelManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, Shape(**SMALL), file_type="F16")
+    plan = manager.plan("m", str(path), options=OPTIONS)
+    monkeypatch.setattr(memory_admission, "plan_in_child", lambda *_: pytest.fail("the load was planned again"))
+    model = manager.load("m", str(path), options=OPTIONS)
+    assert model.memory.total_bytes == pytest.approx(plan.footprint.total_bytes, rel=0.05)
+    manager.unload("m")
+    monkeypatch.undo()
+    write_model(path, Shape(**{**SMALL, "n_layer": 8}), file_type="F16")
+    assert manager.plan("m", str(path), options=OPTIONS).footprint.total_bytes > plan.footprint.total_bytes
+
+
+def test_on_demand_model_is_the_default_only_if_it_is_loaded_as_the_default(manager: ModelManager) -> None:
+    manager.load("a", TINY, options=OPTIONS, default=False)
+    assert manager.default is None
+    manager.load("b", TINY, options=OPTIONS, default=True)
+    manager.unload("b")
+    assert manager.default is None

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from cellama.api.client.async_client import AsyncClient
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.http.parsing import ParsedRequest, flag, rest_of_context, tokens_of, within_limit
-from cellama.api.http.running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs
+from cellama.api.http.running import Call, IndexedEvent, JobsRequest, RunningJobs, run_jobs, run_one
 from cellama.api.http.sse import NDJSON, json_line
 from cellama.api.ollama.answers import AnswerForm
 from cellama.api.ollama.bodies import ParsedOllamaBody, parse_chat, parse_generate, unloads
@@ -99,13 +99,32 @@ async def _answer(parsed: ParsedRequest, url: str) -> Response:
     ollama_request = await parsed.read_by(parse_request, parsed, url, model)
     if ollama_request.body_of_job.content or "suffix" in ollama_request.params:
         return await run_jobs(parsed, ollama_request)
-    if unloads(parsed.body.get("keep_alive")):
+    form, is_unload = ollama_request.form, unloads(parsed.body.get("keep_alive"))
+    if model.get("on_demand", False):
+        now = await parsed.gateway.models(parsed.caller, 0.0) if is_unload else []
+        if not is_unload or any(view["id"] == model["id"] and view["status"] == "ready" for view in now):
+            await _touch(parsed, ollama_request)
+        return JSONResponse(form.unloaded() if is_unload else form.loaded())
+    if is_unload:
         raise ApiError(
             400,
             "keep_alive is 0, but requests can't unload a model, because other clients may be using the model; run "
             "`cellama models unload`",
         )
-    return JSONResponse(ollama_request.form.loaded())
+    return JSONResponse(form.loaded())
+
+
+async def _touch(parsed: ParsedRequest, ollama_request: OllamaRequest) -> None:
+    """Run a small job, which loads an on-demand model and sets its keep-alive time."""
+    params = {name: value for name, value in ollama_request.params.items() if name == "keep_alive_s"}
+    client, name, options = parsed.gateway.client, ollama_request.model, parsed.light_options
+    await run_one(
+        parsed,
+        name,
+        1,
+        lambda key: client.tokenize(name, "load", idempotency_key=key, **options, **params),
+        has_usage=False,
+    )
 
 
 ROUTES = (Route(CHAT, chat, methods=["POST"]), Route(GENERATE, generate, methods=["POST"]))

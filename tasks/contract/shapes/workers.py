@@ -15,9 +15,11 @@ from cellama.config.settings import Capability, OnFull
 from .results import CacheHitKind, CacheTier
 from .snapshots import EmbedderState, EngineState
 
-# stopped: its process exits soon; lacking: no worker that must have the model could load it
-ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
-WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is loaded, and must be unloaded
+# stopped: its process exits soon; lacking: no worker that must have the model could load it; available: a worker loads
+# the model when a job needs it
+ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking", "available"]
+# leaving: it is loaded, and must be unloaded
+WantedState = Literal["ready", "loading", "lacking", "leaving", "available"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
 ChatFeature = Literal["tools", "thinking"]
 
@@ -39,7 +41,8 @@ class WantedThing(TypedDict):
     adapter: str | None  # name of the adapter; None for the model itself
     source: str  # its source
     by: Literal["settings", "pool", "worker"]
-    state: WantedState  # ready, loading, lacking (could not be loaded) or leaving (must be unloaded)
+    # ready, loading, lacking (could not be loaded), leaving (must be unloaded) or available (is loaded on demand)
+    state: WantedState
     why: LoadFailure | None  # the last failure to load or unload it; the worker retries
 
 
@@ -100,10 +103,13 @@ class ModelFile(TypedDict):
     """The properties of a model that are known before the model is loaded."""
 
     id: str  # id of the model
-    status: ModelStatus  # loading, ready, unloading, stopped, or lacking if no worker could load it
+    status: (
+        ModelStatus  # loading, ready, unloading, stopped, available on demand, or lacking if no worker could load it
+    )
     source: str  # its source
     default: bool  # serves `:default`
     capabilities: list[Capability]  # generate, chat, embed, rerank
+    on_demand: NotRequired[bool]  # whether workers load it when a job needs it
 
 
 class LoadedModel(TypedDict, total=False):

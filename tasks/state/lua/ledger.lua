@@ -1403,6 +1403,35 @@ for priority = 0, 9 do
 end
 return found
 
+--@ demand
+-- Finds the waiting jobs of models. KEYS: none. ARGV: separator in the names of lists, and queues. Returns the time, and for
+-- each queue the number of waiting jobs and the submission time of the oldest. For messages of plain Celery, which are not in the
+-- ledger yet, the submission time is "".
+local reply, separator = {stamp(clock())}, ARGV[1]
+for i = 2, #ARGV do
+  local queue = ARGV[i]
+  local waiting = WAITING .. queue
+  local count, oldest = redis.call('ZCARD', waiting), ''
+  if count > 0 then
+    for priority = 0, 9 do
+      local low, high = stamp(priority * WEIGHT), '(' .. stamp((priority + 1) * WEIGHT)
+      local first = redis.call('ZRANGEBYSCORE', waiting, low, high, 'WITHSCORES', 'LIMIT', 0, 1)
+      if first[2] then
+        local at = tonumber(first[2]) - priority * WEIGHT
+        if oldest == '' or at < oldest then oldest = at end
+      end
+    end
+    if oldest ~= '' then oldest = stamp(oldest) end
+  else
+    for priority = 0, 9 do
+      local list = priority == 0 and queue or queue .. separator .. priority
+      count = count + redis.call('LLEN', list)
+    end
+  end
+  reply[#reply+1], reply[#reply+2] = count, oldest
+end
+return reply
+
 --@ strays
 -- Finds the messages of plain Celery at the head of some lists, whose task has a name of cellama. Messages of other tasks are
 -- not read further than needed to see this. KEYS: lists. ARGV: maximum number of messages per list, maximum bytes of all messages.

@@ -64,7 +64,7 @@ def test_chat_is_converted_to_job_parameters() -> None:
     assert (made.kind, made.content) == ("chat", HELLO)
     assert made.params == {
         "max_tokens": 5, "temperature": 0, "stop": ["END"], "seed": 7, "min_p": 0.1, "logprobs": 3,
-        "json_schema": SCHEMA, "strict_schema": False, "enable_thinking": True,
+        "keep_alive_s": 5400.0, "json_schema": SCHEMA, "strict_schema": False, "enable_thinking": True,
         "template_args": {"reasoning_effort": "low"},
     }  # fmt: skip
     parse_job(ChatJob, (), (), {"model": "m", "messages": made.content, **made.params})

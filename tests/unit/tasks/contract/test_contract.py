@@ -40,7 +40,7 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
         "warnings",
     ):
         del engine[internal]
-    own = ("model", "prompt", "suffix", "input_extra", "parent_key", "prediction")
+    own = ("model", "prompt", "suffix", "input_extra", "parent_key", "prediction", "keep_alive_s")
     payload = {name: field.default for name, field in GenerateJob.model_fields.items() if name not in own}
     assert payload == engine
 
