@@ -115,6 +115,11 @@ BENCHMARKS = {
         "an urgent job while bulk jobs fill the worker and the queue",
         "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2 --pause 0.5",
     ),
+    "on_demand": Benchmark(
+        "service",
+        "first tokens of many models that share the memory of a few, against llama-server's router mode",
+        "--models 4 --room 2 --requests 12 --rate 4 --new 4",
+    ),
     "console": Benchmark(
         "service",
         "the rate of jobs with the console open, against the console closed",

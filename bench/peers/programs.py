@@ -49,7 +49,7 @@ def llama_server(model: Path, slots: int, context: int, threads: int, *args: str
         yield server
 
 
-def _environment(path: Path) -> dict[str, str]:
+def server_environment(path: Path) -> dict[str, str]:
     """Return environment variables with which a program finds the shared libraries in its own directory."""
     libraries = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     return {**os.environ, "LD_LIBRARY_PATH": libraries}
@@ -60,7 +60,7 @@ def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, 
     command = [str(path), "-m", str(model), "-npp", str(num_prompt), "-ntg", str(num_new)]
     command += ["-npl", str(num_sequences), "--output-format", "jsonl", *args]
     for _ in range(LOST_OUTPUTS):
-        done = subprocess.run(command, env=_environment(path), capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=server_environment(path), capture_output=True, text=True, check=True)
         for line in done.stdout.splitlines():
             if line.startswith("{"):
                 return json.loads(line)
@@ -136,7 +136,7 @@ class LlamaServer:
         """Run a server for one model until the block ends."""
         port = free_port()
         command = [str(path), "-m", str(model), "--port", str(port), "--threads-http", "160", *args]
-        with served(command, _environment(path), port, "/health"):
+        with served(command, server_environment(path), port, "/health"):
             yield cls(port)
 
     def complete(self, prompt: Sequence[int] | str, num_new: int, *, cache_prompt: bool = True) -> Reply:
