@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> Report:
             rows.append(row)
             targets[_name(row)] = ">= 2.0"
     if "one slot" in args.parts:
-        for (name, path), target in zip(_models(), (">= 0.98", ">= 0.9"), strict=True):
+        for name, path, target in _models(args.model):
             rows.append(_one_slot(name, path, args))
             targets[_name(rows[-1])] = target
     ratios = {_name(row): row["ratio"] for row in rows if row["ratio"] != "-"}
@@ -146,11 +146,11 @@ def _row(model: str, slots: int, sampling: str, peer: str, ours: Sequence[Measur
 
 
 def _vocabulary(args: argparse.Namespace) -> list[dict[str, Any]]:
-    path, size = cached_model("vocabulary-152k-q8_0.gguf", VOCABULARY, "Q8_0"), PROMPT + args.new
+    path, size = args.model or cached_model("vocabulary-152k-q8_0.gguf", VOCABULARY, "Q8_0"), PROMPT + args.new
     ours: dict[str, list[Measured]] = {name: [] for name in SAMPLING}
     theirs: dict[str, list[float]] = {name: [] for name in SAMPLING}
     with (
-        loaded(path, n_parallel=args.slots, ctx_per_slot=size) as model,
+        loaded(path, n_parallel=args.slots, ctx_per_slot=size, speculation="off") as model,
         llama_server(path, args.slots, size, CORES) as server,
     ):
         for round_ in range(-1, args.rounds):  # the first round is a warm-up
@@ -161,11 +161,15 @@ def _vocabulary(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if round_ >= 0:
                     ours[name].append(mine)
                     theirs[name] += [] if other is None else [other]
-    return [_row("152k vocabulary", args.slots, name, "llama-server", ours[name], theirs[name]) for name in SAMPLING]
+    model_name = args.model.name if args.model else "152k vocabulary"
+    return [_row(model_name, args.slots, name, "llama-server", ours[name], theirs[name]) for name in SAMPLING]
 
 
-def _models() -> list[tuple[str, Path]]:
-    return [("174M", model_path(None)), ("bundled", resolve("bundled://tiny"))]
+def _models(given: Path | None) -> list[tuple[str, Path, str]]:
+    """Return the models for one slot: their names, files and targets."""
+    if given:
+        return [(given.name, given, ">= 0.9")]
+    return [("174M", model_path(None), ">= 0.98"), ("bundled", resolve("bundled://tiny"), ">= 0.9")]
 
 
 def _one_slot(name: str, path: Path, args: argparse.Namespace) -> dict[str, Any]:
