@@ -38,10 +38,9 @@ def softmax(values: Values) -> Values:
 def top_ids(logits: Logits, count: int) -> Ids:
     """Return at least the `count` likeliest tokens, sorted by decreasing likelihood, then by id.
 
-    Impossible tokens may be omitted. If a logit is NaN, all tokens may be omitted. The block
-    maxima give a lower bound for the result, so only a few tokens need to be sorted. Each block consists of every
-    `width`-th token. The maxima can then be computed in vector registers, nine times as fast as with adjacent tokens.
-    Computing them in two passes reads the row in four long parts, which is faster (docs/adr/009-sampling.md).
+    Impossible tokens may be omitted. The block maxima give a lower bound for the result, so only a few tokens need to
+    be sorted. Each block consists of every `width`-th token. The maxima can then be computed in vector registers, nine
+    times as fast as with adjacent tokens.
     """
     if not 0 < count < len(logits):
         return _sorted(np.arange(len(logits)), logits)
@@ -49,9 +48,7 @@ def top_ids(logits: Logits, count: int) -> Ids:
     if count >= width:
         return _sorted(np.flatnonzero(logits >= np.partition(logits, -count)[-count]), logits)
     blocks = logits[: width * _BLOCK].reshape(_BLOCK, width)
-    maxima = blocks.reshape(4, -1).max(axis=0).reshape(-1, width).max(axis=0)
-    if math.isnan(maxima.max()) or math.isnan(logits[width * _BLOCK :].max(initial=-np.inf)):
-        return np.empty(0, np.int64)
+    maxima = blocks.max(axis=0)
     bound = np.partition(maxima, width - count)[width - count]
     if bound == -np.inf:
         return _sorted(np.flatnonzero(logits > -np.inf), logits)
@@ -67,13 +64,10 @@ def _sorted(ids: Ids, logits: Logits) -> Ids:
 
 
 def sorted_candidates(logits: Logits, top_k: int) -> tuple[Ids, Values]:
-    """Return the `top_k` likeliest tokens, or all tokens if it is 0. Raises NothingAllowed if no token is possible."""
     ids = top_ids(logits, top_k)
     ids = ids[:top_k] if top_k else ids
     values = logits[ids].astype(np.float64)
     possible = values > -np.inf
-    if not possible.any():
-        raise NothingAllowed
     return ids[possible], values[possible]
 
 
@@ -216,10 +210,6 @@ class TokenSampler:
         self._seed = seed
         self._processors = processors
         self._constraint = constraint
-        # The block maxima of `top_ids` also show whether a token is possible, so the row is read only once.
-        self._searches_blocks = (
-            params.top_k > 0 and not params.is_greedy and not params.mirostat and params.top_n_sigma <= 0
-        )
         self.num_sampled = num_sampled
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
@@ -271,15 +261,14 @@ class TokenSampler:
             logits = logits[among]
         if not len(logits):
             raise NothingAllowed
-        if not self._searches_blocks or len(logits) // _BLOCK <= self._params.top_k:
-            likeliest = int(logits.argmax())
-            if not logits[likeliest] > -np.inf:  # also true if a logit is NaN
-                raise NothingAllowed
-            if self._params.is_greedy:
-                return likeliest if among is None else int(among[likeliest])
-            if among is not None and len(among) == 1:
-                self._surprise = 0.0
-                return int(among[0])
+        likeliest = int(logits.argmax())
+        if not logits[likeliest] > -np.inf:  # also true if all logits are NaN
+            raise NothingAllowed
+        if self._params.is_greedy:
+            return likeliest if among is None else int(among[likeliest])
+        if among is not None and len(among) == 1:
+            self._surprise = 0.0
+            return int(among[0])
         ids, values = self.candidates(logits)
         if among is not None:
             ids = among[ids]
