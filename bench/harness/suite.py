@@ -44,6 +44,11 @@ BENCHMARKS = {
         "decode rate against llama-batched-bench, which is the limit",
         "--slots 1 16 --new 32 --rounds 1",
     ),
+    "host_work": Benchmark(
+        "engine",
+        "time per decode step outside llama.cpp, with a 152k vocabulary and with one slot",
+        "--slots 8 --new 8 --stream 32 --rounds 1",
+    ),
     "prefix_cache": Benchmark(
         "engine",
         "four-turn chats, more than slots, with and without the cache",

@@ -170,6 +170,19 @@ class LlamaServer:
             replies = list(threads.map(self.complete, prompts, lengths))
         return time.monotonic() - started, replies
 
+    def rate_of_all(self, prompts: Sequence[Sequence[int]], num_new: int, **sampling: float) -> float:
+        """Run all requests concurrently without streaming, and return the generated tokens per second."""
+
+        def complete(prompt: Sequence[int]) -> int:
+            body = {"prompt": list(prompt), "n_predict": num_new, "cache_prompt": False, "ignore_eos": True}
+            with self._post("/completion", {**body, **sampling}) as response:
+                return int(json.load(response)["tokens_predicted"])
+
+        started = time.monotonic()
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            num_tokens = sum(threads.map(complete, prompts))
+        return num_tokens / (time.monotonic() - started)
+
     @contextlib.contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
         """Send a request over a new connection, because the server closes idle connections under load."""

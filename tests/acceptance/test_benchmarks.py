@@ -26,6 +26,7 @@ SMALL = {  # except `clients`, which tests/integration/gateway/test_structured_c
     "speculation": "--streams 1 --rounds 1 --new 8",
     "structured": "--slots 2 --new 8 --rounds 1 --vocabulary 2000 --masks 200 --schemas 4 --threads 1",
     "footprint": "--cases 2 --shapes 0",
+    "host_work": "--slots 2 --new 4 --stream 8 --rounds 1",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "mixed": "--requests 9 --chats 1 --turns 3 --scale 0.2 --slots 3 --server-slots 2 --arrivals 12 --rates 8 "
     "--threads 1",
