@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough producers clients devices check docs bench clean
+.PHONY: help demo test thorough producers clients devices charts check docs bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,10 @@ clients: $(VENV)/.dev ## Test other projects' clients of the gateway in environm
 # The first run builds llama.cpp with RPC, which takes some minutes.
 devices: $(VENV)/.dev ## Test models on several devices, which are RPC servers of llama.cpp on this machine
 	$(BIN)/python tests/devices/environment.py
+
+# Downloads Helm and the schemas of Kubernetes and KEDA in the first run.
+charts: $(VENV)/.dev ## Test the Helm chart with Helm and the schemas of Kubernetes and KEDA
+	$(BIN)/python tests/charts/environment.py
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check

@@ -35,9 +35,11 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import credentials_refused
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
+from cellama.tasks.estimates.scaling import ScalingPolicy
 from cellama.tasks.state.registry import live_workers
 
 from .output import called, err, out, url_of
+from .scaling import DEFAULTS, CoolDownOption, ScaleDownOption, StartupOption, TargetWaitOption
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # modules of the extra `worker`
 HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client", "jinja2")  # modules of the extra `http`
@@ -385,11 +387,17 @@ def metrics_command(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = METRICS_PORT,
     redis: RedisOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
+    target_wait: TargetWaitOption = DEFAULTS.target_wait_s,
+    cool_down: CoolDownOption = DEFAULTS.cool_down_s,
+    scale_down: ScaleDownOption = DEFAULTS.scale_down_s,
+    startup: StartupOption = 0.0,
 ) -> None:
     """Serve metrics about queues, leases, bulk runs and tenants for Prometheus.
 
     Run one instance per Redis server. Workers serve their own metrics if metrics_port is set, and the gateway serves
     its own metrics at /metrics. With --once, the exit code is 3 if Redis does not answer.
+
+    The options for times determine the metric cellama_wanted_workers, as for `cellama autoscale`.
 
     Example:  cellama metrics --once
     """
@@ -401,7 +409,8 @@ def metrics_command(
         raise NotInstalled("missing packages: prometheus_client; run `pip install 'cellama[metrics]'`") from None
     timeouts = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
     with connect(settings.redis_url, **timeouts) as client:
-        scrape = Scrape(client)
+        policy = ScalingPolicy(target_wait_s=target_wait, cool_down_s=cool_down, scale_down_s=scale_down)
+        scrape = Scrape(client, scaling=policy, startup_s=startup)
         if once:
             typer.echo(text_of(scrape()), nl=False)
             raise typer.Exit(Exit.OK if scrape.is_up else Exit.UNREACHABLE)

@@ -26,6 +26,7 @@ from cellama.tasks.contract.keys import (
     shortages_key,
 )
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
+from cellama.tasks.estimates.backlog import pool_demands
 from cellama.tasks.estimates.position import (
     MAX_RUNNING,
     ListedJob,
@@ -34,6 +35,7 @@ from cellama.tasks.estimates.position import (
     running_jobs,
     waiting_by_class,
 )
+from cellama.tasks.estimates.scaling import PoolScaler, ScalingPolicy
 from cellama.tasks.metrics.figures import OTHER, Figures
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 from cellama.tasks.state.job_list import queued_models
@@ -54,9 +56,20 @@ STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
 class Scrape:
     """Reads the metrics. Only the server's thread uses this class."""
 
-    def __init__(self, redis: Redis, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        scaling: ScalingPolicy | None = None,
+        startup_s: float = 0.0,
+    ) -> None:
+        """Prepare the metrics. `scaling` and `startup_s` determine how many workers each pool needs."""
         self._redis = redis
         self._now = now
+        self._scaling = scaling or ScalingPolicy()
+        self._startup_s = startup_s
+        self._scalers: dict[str, PoolScaler] = {}
         self._read_at: float | None = None
         self._figures = Figures()
         self.is_up = True  # whether Redis answered the last time
@@ -80,6 +93,7 @@ class Scrape:
                 add_shares(self._redis, figures),
             ]
             add_ledger(self._redis, figures, at)
+            self._add_pools(figures)
             self._add_memory(figures)
         except RedisError as error:
             if self.is_up:
@@ -93,6 +107,14 @@ class Scrape:
         figures.add("cellama_up", 1)
         figures.add("cellama_scrape_truncated", float(any(truncated)))
         return figures
+
+    def _add_pools(self, figures: Figures) -> None:
+        for pool, demand in pool_demands(self._redis, self._startup_s).items():
+            scaler = self._scalers.setdefault(pool, PoolScaler(self._scaling))
+            figures.add("cellama_wanted_workers", scaler.next(demand, self._now()), pool)
+            figures.add("cellama_pool_workers", demand.num_workers, pool)
+            if demand.backlog_s is not None:
+                figures.add("cellama_pool_backlog_seconds", demand.backlog_s, pool)
 
     def _add_memory(self, figures: Figures) -> None:
         try:

@@ -59,6 +59,11 @@ def _count_sampled(path: Path) -> None:
     Telemetry.token = token  # type: ignore[method-assign]
 
 
+def num_sampled(counters: Path) -> int:
+    """Return the number of tokens sampled by all workers that count in this directory, including dead ones."""
+    return sum(_COUNT.unpack(path.read_bytes())[0] for path in counters.iterdir())
+
+
 if COUNTER_DIR in os.environ:  # this is a worker
     _count_sampled(Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}")
 
@@ -273,7 +278,7 @@ class Service:
 
     def num_sampled(self) -> int:
         """Return the number of tokens sampled by all workers, including dead ones."""
-        return sum(_COUNT.unpack(path.read_bytes())[0] for path in (self.folder / "counters").iterdir())
+        return num_sampled(self.folder / "counters")
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

@@ -53,6 +53,7 @@ Workers:
 `cellama:reaper:{duty}` (string): Lock of the worker that performs a duty of the reaper. TTL.
 `cellama:looked` (string): Time of the last check for expired leases.
 `cellama:accepts`: Unused. Writing zero bytes to this key tests whether Redis accepts writes.
+`cellama:pools` (hash): JSON of the models that each pool's workers last served, by pool. TTL of 30 days.
 `cellama:wanted:pool:{pool}` (hash): Desired state of a pool's workers, in addition to their settings. TTL of 30 days.
 `cellama:wanted:worker:{worker}` (hash): Desired state of one worker, in addition to its settings. TTL of 30 days.
 `cellama:loading:{model}` (string): Name of the worker that is loading an on-demand model. TTL.
@@ -104,6 +105,10 @@ PRIORITY_WEIGHT = 1e11  # in seconds; larger than any time of submission
 
 def workers_key() -> str:
     return f"{key_prefix()}:workers"
+
+
+def pools_key() -> str:
+    return f"{key_prefix()}:pools"
 
 
 def running_key() -> str:

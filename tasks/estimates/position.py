@@ -135,6 +135,7 @@ class ListedJob:
     priority: int
     worker: str = ""
     elapsed_s: float = 0.0
+    fairness_key: str = ""
 
 
 def position_of(redis: Redis, job_id: str) -> Position:
@@ -153,7 +154,7 @@ def position_of(redis: Redis, job_id: str) -> Position:
         return Position(job_id, "done", finish_reason=None if event is None else event["finish_reason"])
     queue = ledger.queue(job_id) or ""
     workers = live_workers(redis)
-    served = bool(_serving(workers, queue))
+    served = bool(serving_models(workers, queue))
     if ahead is None:
         eta = 0.0 if state == "running" else None
         return Position(job_id, "waiting" if eta is None else "running", eta_s=eta, eta_most_s=eta, served=served)
@@ -180,7 +181,7 @@ def estimate(
     priority: int,
 ) -> WaitEstimate:
     """Estimate when a job with this priority will get a slot behind these jobs. Raises RedisError."""
-    serving = _serving(workers, queue)
+    serving = serving_models(workers, queue)
     if not serving:
         return WaitEstimate()
     load_s = _load_s(serving)
@@ -208,17 +209,17 @@ def _estimate(
     priority: int,
 ) -> WaitEstimate:
     """Estimate when a job will get a slot after the model has been loaded."""
-    num_slots = sum(_num_slots(model) for _, model in serving)
+    num_slots = sum(num_slots_of(model) for _, model in serving)
     names, queues = {worker.name for worker, _ in serving}, _queues_of(serving, queue)
     running = [job for job in running_now if job.kind.queue in queues and job.worker and job.priority <= priority]
     waiting = [job for job in running if job.worker not in names]  # jobs of crashed workers, which restart first
     running = [job for job in running if job.worker in names]
-    waiting += _waiting(redis, queue, ahead)
+    waiting += first_jobs(redis, queue, ahead)
     if sum(job.work.num_parts for job in (*running, *waiting)) < num_slots:
         return WaitEstimate(0.0, min_s=0.0, max_s=HANDLING_S)
     samples = read_samples(redis, {job.kind for job in (*running, *waiting)})
-    speed = _speed(serving, samples)
-    times = [_service_time(job, samples, speed, num_slots) for job in (*running, *waiting)]
+    speed = speed_of(serving, samples)
+    times = [remaining_time(job, samples, speed, num_slots) for job in (*running, *waiting)]
     known = [time for time in times if time is not None]
     if len(known) < len(times):
         return WaitEstimate()
@@ -226,7 +227,7 @@ def _estimate(
     return forecast(num_slots, known[:count], known[count:], max(ahead.num_jobs, len(waiting)), samples.num_samples)
 
 
-def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
+def remaining_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
     """Return the remaining service time of a job, or None if neither samples nor a speed is known."""
     seconds = amounts = samples.amounts(job.kind, job.work.num_units)
     if job.work.counts_tokens:
@@ -237,7 +238,7 @@ def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slo
     return service_time(seconds, job.elapsed_s * pieces, pieces) if seconds else None
 
 
-def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
+def serving_models(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
     """Return the workers that serve a queue, each with the model that serves the queue.
 
     If no worker has the model, return the workers that load it on demand.
@@ -253,7 +254,8 @@ def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEnt
     return [(worker, model) for worker, model in found if model["status"] == "ready"] or found
 
 
-def _num_slots(model: WorkerModel) -> int:
+def num_slots_of(model: WorkerModel) -> int:
+    """Return how many jobs of a model one worker runs at the same time."""
     if model["engine"] is None:
         return model.get("slots") or TEXT_SLOTS
     return model["engine"]["slots_total"]
@@ -266,7 +268,7 @@ def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -
     return {queue, *(each for model in models for each in queues_of_model(model))}
 
 
-def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
+def speed_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
     """Return the speed in tokens per second and slot.
 
     The speed comes from busy engines or, if all engines are idle, from the latest jobs.
@@ -289,7 +291,7 @@ def running_jobs(redis: Redis) -> list[ListedJob]:
     return [replace(job, elapsed_s=max(0.0, since[job_id])) for job_id, job in _jobs(redis, list(since))]
 
 
-def _waiting(redis: Redis, queue: str, ahead: JobsAhead) -> list[ListedJob]:
+def first_jobs(redis: Redis, queue: str, ahead: JobsAhead) -> list[ListedJob]:
     """Return the jobs ahead of a job, or an even sample of up to about MAX_AHEAD of them."""
     step, num_first = -(-ahead.num_jobs // MAX_AHEAD) or 1, ahead.num_first
     ranks = [(0, num_first - 1)] if step == 1 else [(rank, rank) for rank in range(0, num_first, step)]
@@ -305,13 +307,22 @@ def _waiting(redis: Redis, queue: str, ahead: JobsAhead) -> list[ListedJob]:
 def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, ListedJob]]:
     pipeline = redis.pipeline(transaction=False)
     for job_id in job_ids:
-        pipeline.hmget(job_key(job_id), "queue", "work", "priority", "worker")
+        pipeline.hmget(job_key(job_id), "queue", "work", "priority", "worker", "fairness_key")
     for job_id, found in zip(job_ids, pipeline.execute(), strict=True):
-        queue, work, priority, worker = ((value or b"").decode() for value in found)
+        queue, work, priority, worker, fairness_key = ((value or b"").decode() for value in found)
         if queue:
             job_work, job_priority = work_of_text(work), int(priority or PRIORITY_INTERACTIVE)
             kind = class_of(queue, job_work, job_priority)
-            yield job_id, ListedJob(kind, work=job_work, priority=job_priority, worker=worker.partition(" ")[0])
+            yield (
+                job_id,
+                ListedJob(
+                    kind,
+                    work=job_work,
+                    priority=job_priority,
+                    worker=worker.partition(" ")[0],
+                    fairness_key=fairness_key,
+                ),
+            )
 
 
 @dataclass(frozen=True, slots=True)

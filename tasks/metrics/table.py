@@ -372,6 +372,20 @@ QUEUES = (
             "Estimated time until a new job gets a slot. Absent if no estimate is possible.",
         ),
     ),
+    *_of(
+        "gauge",
+        "redis",
+        ("pool",),
+        (
+            "cellama_wanted_workers",
+            "Number of workers that the pool needs, as computed by `cellama autoscale`.",
+        ),
+        ("cellama_pool_workers", "Number of running workers in the pool."),
+        (
+            "cellama_pool_backlog_seconds",
+            "Estimated time in which one worker could finish the pool's jobs. Absent if no estimate is possible.",
+        ),
+    ),
     Row("cellama_queue_workers", "gauge", "Number of running workers that accept jobs for the model.", MODEL, "redis"),
     *_of(
         "gauge",

@@ -29,6 +29,7 @@ from cellama.tasks.estimates.samples import SampleWriter
 from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.state.ledger import Attempt, Ledger
+from cellama.tasks.state.pools import PoolRecorder
 from cellama.tasks.state.registry import Registration
 from cellama.tasks.state.tenants import ServiceWriter
 from cellama.tasks.state.unserved import UnservedJobs, report_served
@@ -397,6 +398,9 @@ class Runtime:
                 self._interrupt_cancelled,
                 self._neighbours.share_cores,
                 self._trim_when_idle,
+                PoolRecorder(
+                    self.redis, self.settings.pool, [model.id for model in self.settings.models], self.manager
+                ).write,
                 self.samples.flush,
                 self._service.flush,
                 *([self.prefix_cache.keep] if self.settings.affinity else []),
