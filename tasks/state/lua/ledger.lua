@@ -674,16 +674,21 @@ local function store_state(key, value, expires)
 end
 
 -- Settles a job: Celery has its end, and the next steps of its canvas have been sent. The entry expires later, after `keep_s`
--- seconds (default: the field of the entry).
+-- seconds (default: the field of the entry). Until then, it only has the fields that readers need. Redis stores a hash compactly
+-- only if it never had a long value, so the entry is written anew, which saves half of its memory.
 local function settle(job, id, keep_s)
   redis.call('ZREM', DUE, id)
-  redis.call('HSET', job, 'settled', 1)
-  if redis.call('ZSCORE', DEAD, id) then
-    redis.call('HDEL', job, 'result') -- the job can be queued again, so the message stays
-  else
-    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since')
-  end
   keep_s = keep_s or redis.call('HGET', job, 'keep_s')
+  if redis.call('ZSCORE', DEAD, id) then -- the job can be queued again, so the message stays
+    redis.call('HDEL', job, 'result')
+    redis.call('HSET', job, 'settled', 1)
+  else
+    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'keep_s',
+               'before')
+    local fields = redis.call('HGETALL', job)
+    redis.call('DEL', job)
+    redis.call('HSET', job, 'settled', 1, unpack(fields))
+  end
   if keep_s then redis.call('EXPIRE', job, keep_s) end
 end
 
@@ -691,6 +696,13 @@ end
 local function reason_of(event)
   return string.match(event, '^{"seq":%d+,"type":"(error)"')
     or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"') or ''
+end
+
+-- Returns the last event of a job that succeeds, without the details that follow its finish_reason. The entry of a job whose result
+-- Celery has needs no details, because the journal and the result have them.
+local function without_details(event)
+  local start = string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"%a+"')
+  return start and start .. '}' or event
 end
 
 -- Announces the end of a job in the stream of webhook events if a gateway requested it.
@@ -984,19 +996,18 @@ for at = 9, #ARGV, 2 do
     local list = KEYS[i]
     local num_left = capacity > 0 and math.min(MAX_TICKETS, math.ceil(redis.call('LLEN', list) / divisor)) or 0
     while capacity > 0 and num_left > 0 do
-      local own = ticket_id(redis.call('LINDEX', list, -1))
+      local ticket = redis.call('RPOP', list)
+      local own = ticket_id(ticket)
       local job, left
       if own then job, left = job_of_ticket(list, own, given) end
       local message = job and job.message
-      if own and not job and not left then -- no job can be taken
-        redis.call('RPOP', list)
-      elseif not message or #message > max_bytes or is_heavy(message) then
-        capacity = 0 -- messages of plain Celery, tickets without an entry, and large jobs are taken alone, and some jobs are left
-      else
-        redis.call('RPOP', list)
+      if message and #message <= max_bytes and not is_heavy(message) then
         take(job, message)
         capacity = capacity - 1
-      end
+      elseif job or left or not own then
+        return_ticket(list, ticket)
+        capacity = 0 -- messages of plain Celery, tickets without an entry, and large jobs are taken alone, and some jobs are left
+      end -- else no job can be taken, so the ticket is dropped
       num_left = num_left - 1
     end
   end
@@ -1187,7 +1198,8 @@ while at <= #ARGV do
   elseif seq == next_seq then -- else the event was written before
     local event = append_event(options, id, seq, data)
     if class == 'terminal' then
-      local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, event, cost)
+      local ending = stored ~= '' and without_details(event) or event
+      local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost)
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
         hold_context(found[6], ARGV[context])
