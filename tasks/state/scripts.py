@@ -171,8 +171,8 @@ def _constants() -> dict[str, str | float]:
 def source(name: str) -> str:
     """Return the source of a script: the part of ledger.lua after the script's mark, and the functions that it uses.
 
-    Redis runs the definitions again in each call, so unused definitions are omitted, and constants are replaced by their
-    values. Otherwise, each function would bind the constants that it uses, which takes longer than creating it.
+    Redis runs the definitions again in each call, so unused definitions are omitted, and constants are replaced by
+    their values. Otherwise, each function would bind the constants that it uses, which takes longer than creating it.
     """
     shared, scripts = _parts()
     constants = {constant: repr(value) for constant, value in _constants().items()}

@@ -2,7 +2,7 @@
 -- life: submission, messages, attempts, the end, and lost messages. The functions before the first script belong to all scripts.
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
--- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
+-- Python inserts constants (scripts.py: `_constants`) and adds the functions `clock` and `stamp` (connection/connections.py). WAITING,
 -- BACKLOG, SHARES, IDLE, COSTS, SLOTS, BLOCKED, HELD, BUSY, JOB, CANCEL, RESULT, JOURNAL, HEEDED, CONTEXT and CHORD are prefixes of keys.
 -- QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING, SHORTAGES, TERMS, LIMITED, HOLDERS, OLD_HOLDERS, SERVED, DEAD, ENDED and ENDS
 -- are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
@@ -683,8 +683,7 @@ local function settle(job, id, keep_s)
     redis.call('HDEL', job, 'result')
     redis.call('HSET', job, 'settled', 1)
   else
-    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'keep_s',
-               'before')
+    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'before')
     local fields = redis.call('HGETALL', job)
     redis.call('DEL', job)
     redis.call('HSET', job, 'settled', 1, unpack(fields))
