@@ -134,8 +134,8 @@ def test_settled_entry_is_compact_and_expires_when_it_is_settled_twice(
     for _ in range(2):
         ledger.settle(job_id)
         assert redis_client.ttl(job_key(job_id)) > 0
-    fields: Any = redis_client.hgetall(job_key(job_id))
-    assert fields[b"state"] == b"done" and b"message" not in fields and b"run" not in fields
+    assert redis_client.hmget(job_key(job_id), "state", "message", "run") == [b"done", None, None]
+    assert redis_client.object("encoding", job_key(job_id)) == b"listpack"
 
 
 def test_reaper_settles_the_outcome_of_a_job_whose_worker_died(
