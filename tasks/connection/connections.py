@@ -33,11 +33,15 @@ _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "re
 _TCP_ONLY = ("socket_connect_timeout", "socket_keepalive")
 
 LUA_CLOCK = """\
--- Returns Unix seconds by the clock of Redis, or the time that a test passes.
+-- Returns Unix seconds by the clock of Redis, or the time that a test passes. A script reads the clock at most once.
+local time_of_call
 local function clock(time_of_test)
   if time_of_test and time_of_test ~= '' then return tonumber(time_of_test) end
-  local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+  if not time_of_call then
+    local time = redis.call('TIME')
+    time_of_call = tonumber(time[1]) + tonumber(time[2]) / 1e6
+  end
+  return time_of_call
 end
 
 local function stamp(seconds)

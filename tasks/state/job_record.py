@@ -83,11 +83,14 @@ async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
         pipe.zscore(ended_key(), job_id)
         pipe.hstrlen(job_key(job_id), "message")
         pipe.strlen(result_key(job_id))
-        values, started_at, ended_at, message_bytes, result_bytes = await pipe.execute()
+        pipe.xrevrange(journal_key(job_id), count=1)
+        values, started_at, ended_at, message_bytes, result_bytes, last = await pipe.execute()
     found = {name: "" if value is None else value.decode() for name, value in zip(FIELDS, values, strict=True)}
     if not found["state"] or not found["task"]:
         return None
     end = json.loads(found["end"]) if found["end"] else None
+    if end is not None and last:  # the entry of a job that succeeded has no details of its end
+        end |= json.loads(last[0][1][EVENT_FIELD.encode()])
     submitted_at, delay_s = float(found["submitted_at"]), float(found["delay"] or 0)
     message: Any = None
     if 0 < message_bytes <= MAX_SHOWN_BYTES:

@@ -169,17 +169,24 @@ def _constants() -> dict[str, str | float]:
 
 
 def source(name: str) -> str:
-    """Return the source of a script: the part of ledger.lua after the script's mark, and the definitions that it uses.
+    """Return the source of a script: the part of ledger.lua after the script's mark, and the functions that it uses.
 
-    Redis runs the definitions again in each call, so unused definitions are omitted.
+    Redis runs the definitions again in each call, so unused definitions are omitted, and constants are replaced by
+    their values. Otherwise, each function would bind the constants that it uses, which takes longer than creating it.
     """
-    constants = {constant: f"local {constant} = {value!r}\n" for constant, value in _constants().items()}
     shared, scripts = _parts()
-    text = scripts[name]
-    for defined, definition in reversed([*constants.items(), *shared]):  # a definition uses only earlier ones
+    constants = {constant: repr(value) for constant, value in _constants().items()}
+    text, functions = scripts[name], []
+    for defined, definition in shared:
+        literal = re.fullmatch(r"local [A-Z_]+ = ([^\n{}]+?)(?: --[^\n]*)?\n+", definition)
+        if literal:
+            constants[defined] = literal[1]
+        else:
+            functions.append((defined, definition))
+    for defined, definition in reversed(functions):  # a function uses only earlier ones
         if re.search(rf"\b{defined}\b", text):
             text = definition + text
-    return text
+    return re.sub(rf"\b(?:{'|'.join(constants)})\b", lambda found: constants[found[0]], text)
 
 
 @functools.cache

@@ -126,6 +126,18 @@ def test_finished_job_is_kept_until_celery_has_its_result(ledger: Ledger, job_id
     assert redis_client.hexists(job_key(job_id), "message")
 
 
+def test_settled_entry_is_compact_and_expires_when_it_is_settled_twice(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, events.done("stop", DONE["usage"]))
+    for _ in range(2):
+        ledger.settle(job_id)
+        assert redis_client.ttl(job_key(job_id)) > 0
+    assert redis_client.hmget(job_key(job_id), "state", "message", "run") == [b"done", None, None]
+    assert redis_client.object("encoding", job_key(job_id)) == b"listpack"
+
+
 def test_reaper_settles_the_outcome_of_a_job_whose_worker_died(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:

@@ -2,7 +2,7 @@
 -- life: submission, messages, attempts, the end, and lost messages. The functions before the first script belong to all scripts.
 -- docs/delivery.md explains the states of a job, and contract/keys.py lists the keys.
 --
--- Python adds constants (scripts.py: `_constants`) and the functions `clock` and `stamp` (connection/connections.py). WAITING,
+-- Python inserts constants (scripts.py: `_constants`) and adds the functions `clock` and `stamp` (connection/connections.py). WAITING,
 -- BACKLOG, SHARES, IDLE, COSTS, SLOTS, BLOCKED, HELD, BUSY, JOB, CANCEL, RESULT, JOURNAL, HEEDED, CONTEXT and CHORD are prefixes of keys.
 -- QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING, SHORTAGES, TERMS, LIMITED, HOLDERS, OLD_HOLDERS, SERVED, DEAD, ENDED and ENDS
 -- are keys. SUBMITTED_AT_HEADER and WEIGHT_HEADER are names of message headers.
@@ -174,6 +174,7 @@ end
 -- Includes the cost of a job in the mean cost of such work for its key and for its list, and in the largest recent cost.
 local MAX_COSTS = 20000
 local DECAY = 0.99 -- of the largest cost with each job, so that a rare job does not count for long
+local has_learnt = {} -- lists in this call
 local function learn_cost(work, key, list, cost)
   local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
   if not kind then return end
@@ -187,7 +188,10 @@ local function learn_cost(work, key, list, cost)
     end
   end
   redis.call('HSET', costs, unpack(learnt))
-  redis.call('EXPIRE', costs, IDLE_S)
+  if not has_learnt[list] then
+    has_learnt[list] = true
+    redis.call('EXPIRE', costs, IDLE_S)
+  end
 end
 
 -- Returns the terms of the jobs of a key in a queue: the weights of the levels of the key, and the limits that apply to these jobs,
@@ -220,15 +224,14 @@ local function charge(job)
   return string.format('%.6g ', tokens) .. table.concat(job.terms.weights, ' ')
 end
 
--- Replaces the charge of a job with its cost in tokens.
-local function correct_charge(id, cost)
-  local charged, list, key, work = unpack(redis.call('HMGET', JOB .. id, 'charged', 'list', 'fairness_key', 'work'), 1, 4)
+-- Replaces the charge of a job (these fields of its entry) with its cost in tokens.
+local function correct_charge(job, charged, list, key, work, cost)
   if not charged then return end
   local weights = {}
   for value in string.gmatch(charged, '%S+') do weights[#weights+1] = tonumber(value) end
   local tokens = table.remove(weights, 1)
   add_service(key or '', list, cost - tokens, weights)
-  redis.call('HDEL', JOB .. id, 'charged')
+  redis.call('HDEL', job, 'charged')
   if cost > 0 then learn_cost(work, key or '', list, cost) end
 end
 
@@ -608,10 +611,11 @@ local function wait_in_queue(id, queue, priority, submitted_at)
   redis.call('SADD', QUEUES, queue)
 end
 
--- Writes a new entry. `list` is the key of the Redis list to which the message is pushed.
-local function add_entry(job, id, task, queue, list, priority, timeout, message, submitted_at)
+-- Writes a new entry. `list` is the key of the Redis list to which the message is pushed. Further
+-- fields can follow.
+local function add_entry(job, id, task, queue, list, priority, timeout, message, submitted_at, ...)
   redis.call('HSET', job, 'state', 'queued', 'task', task, 'queue', queue, 'list', list, 'priority', priority,
-             'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0)
+             'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0, ...)
   redis.call('DEL', JOURNAL .. id) -- of an older job with this id
   wait_in_queue(id, queue, priority, submitted_at)
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
@@ -632,9 +636,8 @@ local function hold(job, token, lease_ends_at)
   if job.prefixes then hold_prefixes_of(job) end
 end
 
--- Releases the message of a job, so that no worker holds it.
-local function drop_holder(job, id)
-  local slots = redis.call('HGET', job, 'slots')
+-- Releases the message of a job, so that no worker holds it. `slots` is a field of its entry.
+local function drop_holder(job, id, slots)
   redis.call('HDEL', job, 'holder', 'slots')
   redis.call('ZREM', LEASES, id)
   if slots then return_slots(id, slots) end
@@ -643,11 +646,11 @@ end
 -- Releases the message of a job and returns it to its queue. If the job has ended, the message is not returned, and
 -- the reaper completes the missing steps for Celery. Returns whether the message was returned.
 local function requeue(job, cancel, id)
-  drop_holder(job, id)
-  correct_charge(id, 0)
-  redis.call('ZREM', DELAYED, id)
   local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled',
-                           'fairness_key')
+                           'fairness_key', 'slots', 'charged')
+  drop_holder(job, id, found[10])
+  correct_charge(job, found[11], found[3], found[9], nil, 0)
+  redis.call('ZREM', DELAYED, id)
   local state, message = found[1], found[6]
   if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
   if not message or state == 'done' or found[7] then return false end
@@ -670,16 +673,21 @@ local function store_state(key, value, expires)
   return true
 end
 
--- Settles a job: Celery has its end, and the next steps of its canvas have been sent. The entry expires later.
-local function settle(job, id)
+-- Settles a job: Celery has its end, and the next steps of its canvas have been sent. The entry expires later, after `keep_s`
+-- seconds (default: the field of the entry). Until then, it only has the fields that readers need. Redis stores a hash compactly
+-- only if it never had a long value, so the entry is written anew, which saves half of its memory.
+local function settle(job, id, keep_s)
   redis.call('ZREM', DUE, id)
-  redis.call('HSET', job, 'settled', 1)
-  if redis.call('ZSCORE', DEAD, id) then
-    redis.call('HDEL', job, 'result') -- the job can be queued again, so the message stays
+  keep_s = keep_s or redis.call('HGET', job, 'keep_s')
+  if redis.call('ZSCORE', DEAD, id) then -- the job can be queued again, so the message stays
+    redis.call('HDEL', job, 'result')
+    redis.call('HSET', job, 'settled', 1)
   else
-    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since')
+    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'before')
+    local fields = redis.call('HGETALL', job)
+    redis.call('DEL', job)
+    redis.call('HSET', job, 'settled', 1, unpack(fields))
   end
-  local keep_s = redis.call('HGET', job, 'keep_s')
   if keep_s then redis.call('EXPIRE', job, keep_s) end
 end
 
@@ -687,6 +695,13 @@ end
 local function reason_of(event)
   return string.match(event, '^{"seq":%d+,"type":"(error)"')
     or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"') or ''
+end
+
+-- Returns the last event of a job that succeeds, without the details that follow its finish_reason. The entry of a job whose result
+-- Celery has needs no details, because the journal and the result have them.
+local function without_details(event)
+  local start = string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"%a+"')
+  return start and start .. '}' or event
 end
 
 -- Announces the end of a job in the stream of webhook events if a gateway requested it.
@@ -704,12 +719,12 @@ local function write_options()
           settle_s = tonumber(ARGV[6]), channels = ARGV[7]}
 end
 
--- Appends an event to the journal of its job, and publishes it. `data` is the JSON after the `seq`. Returns the whole JSON.
-local function append_event(options, job, id, seq, data)
+-- Appends an event to the journal of its job, and publishes it. `data` is the JSON after the `seq`. Returns the whole JSON. The
+-- caller sets `next_seq`.
+local function append_event(options, id, seq, data)
   local event = '{"seq":' .. seq .. ',' .. data
   redis.call('XADD', JOURNAL .. id, 'MAXLEN', '~', options.max_events, (seq + 1) .. '-0', options.field, event)
   redis.call('PUBLISH', options.channels .. id, event)
-  redis.call('HSET', job, 'next_seq', seq + 1)
   return event
 end
 
@@ -717,15 +732,21 @@ local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
 
 -- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. Only jobs without an attempt can
 -- be in a backlog. `cost` in tokens is '' if it is unknown. `settle` must follow.
-local function end_job(options, job, id, run, is_dead, event, cost)
-  local queue, digest, list = unpack(redis.call('HMGET', job, 'queue', 'digest', 'list'), 1, 3)
+-- Returns the fields `keep_s`, `holder`, `slots` and `stored` of the entry.
+local function end_job(options, job, id, run, is_dead, seq, event, cost)
+  local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'charged', 'fairness_key', 'work', 'holder', 'slots', 'stored')
+  local queue, digest, list = unpack(found, 1, 3)
   redis.call('ZREM', WAITING .. queue, id)
   redis.call('ZREM', RUNNING, id)
   if run == '' then
     redis.call('ZREM', DELAYED, id)
     if leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
   end
-  if cost ~= '' then correct_charge(id, tonumber(cost)) else redis.call('HDEL', job, 'charged') end
+  if cost ~= '' then
+    correct_charge(job, found[4], list, found[5], found[6], tonumber(cost))
+  else
+    redis.call('HDEL', job, 'charged')
+  end
   local keep_s = options.event_ttl_s
   if is_dead then
     keep_s = options.dead_ttl_s
@@ -734,7 +755,7 @@ local function end_job(options, job, id, run, is_dead, event, cost)
   elseif digest then
     keep_s = options.result_ttl_s
   end
-  redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s)
+  redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s, 'next_seq', seq + 1)
   redis.call('ZADD', ENDED, stamp(clock()), id)
   if not options.has_trimmed_ended then
     options.has_trimmed_ended = true
@@ -743,12 +764,13 @@ local function end_job(options, job, id, run, is_dead, event, cost)
   end
   redis.call('DEL', CANCEL .. id)
   local journal = JOURNAL .. id
-  if redis.call('XLEN', journal) <= SHORT_JOURNAL then -- a stream reserves 4 KiB at its end, a copy does not
+  if seq < SHORT_JOURNAL then -- a stream reserves 4 KiB at its end, a copy does not
     redis.call('COPY', journal, journal .. ':copy', 'REPLACE')
     redis.call('RENAME', journal .. ':copy', journal)
   end
   redis.call('EXPIRE', journal, options.event_ttl_s)
   announce_end(id, event)
+  return keep_s, unpack(found, 7, 9)
 end
 
 --@ submit
@@ -789,8 +811,7 @@ for i = 1, num_jobs do
   else
     verdicts[i] = 1
     local submitted_at = now - math.min(1, (num_jobs - i + num_following) * step_s)
-    add_entry(job, id, task, queue, list, tonumber(priority), timeout, message, submitted_at)
-    redis.call('HSET', job, 'work', work)
+    add_entry(job, id, task, queue, list, tonumber(priority), timeout, message, submitted_at, 'work', work)
     if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
     if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
     if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
@@ -852,8 +873,8 @@ while num_removed < tonumber(max_jobs) do
     else
       leave_backlog(id)
       if state == 'queued' and next_seq == '0' and was_sent_by_cellama and not has_family then
-        local event = append_event(options, job, id, 0, data)
-        end_job(options, job, id, 'purge', false, event, '')
+        local event = append_event(options, id, 0, data)
+        end_job(options, job, id, 'purge', false, 0, event, '')
         local value = before_id .. id .. after_id
         if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
         redis.call('PUBLISH', RESULT .. id, value)
@@ -974,19 +995,18 @@ for at = 9, #ARGV, 2 do
     local list = KEYS[i]
     local num_left = capacity > 0 and math.min(MAX_TICKETS, math.ceil(redis.call('LLEN', list) / divisor)) or 0
     while capacity > 0 and num_left > 0 do
-      local own = ticket_id(redis.call('LINDEX', list, -1))
+      local ticket = redis.call('RPOP', list)
+      local own = ticket_id(ticket)
       local job, left
       if own then job, left = job_of_ticket(list, own, given) end
       local message = job and job.message
-      if own and not job and not left then -- no job can be taken
-        redis.call('RPOP', list)
-      elseif not message or #message > max_bytes or is_heavy(message) then
-        capacity = 0 -- messages of plain Celery, tickets without an entry, and large jobs are taken alone, and some jobs are left
-      else
-        redis.call('RPOP', list)
+      if message and #message <= max_bytes and not is_heavy(message) then
         take(job, message)
         capacity = capacity - 1
-      end
+      elseif job or left or not own then
+        return_ticket(list, ticket)
+        capacity = 0 -- messages of plain Celery, tickets without an entry, and large jobs are taken alone, and some jobs are left
+      end -- else no job can be taken, so the ticket is dropped
       num_left = num_left - 1
     end
   end
@@ -1016,10 +1036,10 @@ return lost
 -- on the body of a chord has expired. Returns 1 if the worker held the message.
 local job = KEYS[1]
 local id, token, refused_s, claim_s = unpack(ARGV)
-local found = redis.call('HMGET', job, 'holder', 'state', 'stored', 'settled', 'message')
-local holder, state, stored, settled, message = unpack(found, 1, 5)
+local found = redis.call('HMGET', job, 'holder', 'state', 'stored', 'settled', 'message', 'slots')
+local holder, state, stored, settled, message, slots = unpack(found, 1, 6)
 if holder ~= token then return 0 end
-drop_holder(job, id)
+drop_holder(job, id, slots)
 if state == 'queued' or state == 'handed_back' then
   -- Celery has refused the job, or is about to store a revoke. If Celery does not end it, the reaper does.
   redis.call('HSET', job, 'refused', 1)
@@ -1053,10 +1073,11 @@ return 1
 -- KEYS: entry. ARGV: id, token, seconds until the ETA. Returns 0 if the worker does not hold the message.
 local job = KEYS[1]
 local id, token, wait_s = unpack(ARGV)
-local holder, queue = unpack(redis.call('HMGET', job, 'holder', 'queue'), 1, 2)
+local found = redis.call('HMGET', job, 'holder', 'queue', 'slots', 'charged', 'list', 'fairness_key')
+local holder, queue, slots, charged, list, key = unpack(found, 1, 6)
 if holder ~= token then return 0 end
-drop_holder(job, id)
-correct_charge(id, 0)
+drop_holder(job, id, slots)
+correct_charge(job, charged, list, key, nil, 0)
 redis.call('ZADD', DELAYED, stamp(clock() + wait_s), id)
 redis.call('ZREM', WAITING .. queue, id)
 return 1
@@ -1097,43 +1118,44 @@ return {requeue_all(LEASES), num_delayed}
 -- and its charge or ''.
 local job, cancel, result = unpack(KEYS)
 local run, worker, max_failures, alone, token, stored, expires = unpack(ARGV)
-local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at', 'failures', 'run', 'delay', 'began_at',
-                         'left_at', 'lost', 'worker', 'before')
-local state, holder, submitted_at, last_failures, last_run, delay = unpack(found, 1, 6)
-local began_at, left_at, lost, last_worker, unreported = unpack(found, 7, 11)
+local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at', 'failures', 'run', 'delay', 'began_at', 'left_at',
+                         'lost', 'worker', 'before', 'attempt', 'next_seq', 'fairness_key', 'charged', 'attempts')
+local state, holder, submitted_at, last_failures, last_run, delay, began_at, left_at = unpack(found, 1, 8)
+local lost, last_worker, before, attempt, next_seq, fairness_key, charged, attempts = unpack(found, 9, 16)
 if not state then return {'gone', 0, 0, '0'} end
 local waited = stamp(math.max(0, clock() - tonumber(submitted_at) - tonumber(delay or 0)))
 if state == 'done' then return {'done', 0, 0, waited} end
 if token ~= 'any' and holder ~= token then return {'superseded', 0, 0, waited} end
 if alone ~= '1' and tonumber(last_failures or 0) > 0 then return {'suspect', 0, 0, waited} end
 local MAX_UNREPORTED = 2000 -- bytes
-local now = stamp(clock())
+local now, failures = stamp(clock()), tonumber(last_failures or 0)
+attempt, next_seq = tonumber(attempt or 0), tonumber(next_seq or 0)
+local fields = {'state', 'running', 'run', run, 'worker', worker}
+local function set(field, value) fields[#fields+1], fields[#fields+2] = field, value end
 if last_run ~= run then -- else this call repeats one whose reply was lost
   if last_run then
-    lost = lost or '1'
+    lost, attempts = lost or '1', attempts or ''
     local previous = table.concat({last_run, began_at or now, left_at or now, lost, last_worker}, ' ')
-    local attempts = redis.call('HGET', job, 'attempts') or ''
-    if #attempts < MAX_UNREPORTED then redis.call('HSET', job, 'attempts', attempts .. previous .. '\n') end
-    local before = previous
-    if lost == '1' and unreported and #unreported < MAX_UNREPORTED then before = unreported .. '\n' .. before end
-    redis.call('HSET', job, 'before', before)
+    if #attempts < MAX_UNREPORTED then set('attempts', attempts .. previous .. '\n') end
+    before = lost == '1' and before and #before < MAX_UNREPORTED and before .. '\n' .. previous or previous
+    set('before', before)
     redis.call('HDEL', job, 'left_at', 'lost')
   end
-  redis.call('HSET', job, 'began_at', now, 'first_seq', redis.call('HGET', job, 'next_seq') or 0)
-  redis.call('HINCRBY', job, 'attempt', 1)
-  redis.call('HINCRBY', job, 'failures', 1) -- until this attempt generates a token
+  attempt, failures = attempt + 1, failures + 1 -- until this attempt generates a token
+  set('began_at', now)
+  set('first_seq', next_seq)
+  set('attempt', attempt)
+  set('failures', failures)
 end
-redis.call('HSET', job, 'state', 'running', 'run', run, 'worker', worker)
+redis.call('HSET', job, unpack(fields))
 if stored ~= '' then store_state(result, stored, expires) end
-local counts = redis.call('HMGET', job, 'attempt', 'failures', 'before', 'next_seq', 'fairness_key', 'charged')
-local attempt, failures, before, next_seq = tonumber(counts[1]), tonumber(counts[2]), counts[3] or '', tonumber(counts[4] or 0)
 local verdict = 'run'
 if redis.call('EXISTS', cancel) == 1 then
   verdict = 'cancelled'
 elseif failures > tonumber(max_failures) then
   verdict = 'dead'
 end
-return {verdict, attempt, failures, waited, before, now, next_seq, counts[5] or '', counts[6] or ''}
+return {verdict, attempt, failures, waited, before or '', now, next_seq, fairness_key or '', charged or ''}
 
 --@ write
 -- Writes events to journals and publishes them, each only if its run is the current run of its job.
@@ -1173,26 +1195,28 @@ while at <= #ARGV do
   elseif seq > next_seq or seq < first_seq then
     gaps[#gaps+1] = i -- Redis has lost earlier events of this run, for example in a failover
   elseif seq == next_seq then -- else the event was written before
-    local event = append_event(options, job, id, seq, data)
+    local event = append_event(options, id, seq, data)
     if class == 'terminal' then
-      end_job(options, job, id, run, is_dead == '1', event, cost)
+      local ending = stored ~= '' and without_details(event) or event
+      local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost)
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
         hold_context(found[6], ARGV[context])
       end
-      local holder = redis.call('HGET', job, 'holder')
       if stored ~= '' then
         store_state(RESULT .. id, stored, expires)
-        if holder == token then drop_holder(job, id) end
-        settle(job, id)
-      elseif not holder and redis.call('HEXISTS', job, 'stored') == 1 then
-        settle(job, id) -- after a revoke or a time limit, Celery has already stored the end
+        if holder == token then drop_holder(job, id, slots) end
+        settle(job, id, keep_s)
+      elseif not holder and was_stored then
+        settle(job, id, keep_s) -- after a revoke or a time limit, Celery has already stored the end
       else
         if result ~= '' then redis.call('HSET', job, 'result', result) end
         redis.call('ZADD', DUE, stamp(clock() + options.settle_s), id) -- the worker settles the job before, or else the reaper does
       end
-    elseif class == 'start' or (class == 'progress' and found[4] ~= '0') then -- the first event of an attempt
-      if class == 'progress' then redis.call('HSET', job, 'failures', 0) end
+    elseif class == 'informative' or (class == 'progress' and found[4] == '0') then
+      redis.call('HSET', job, 'next_seq', seq + 1)
+    else -- the first event of an attempt
+      redis.call('HSET', job, 'next_seq', seq + 1, 'failures', class == 'progress' and 0 or found[4] or 0)
       redis.call('ZREM', WAITING .. redis.call('HGET', job, 'queue'), id)
       redis.call('ZADD', RUNNING, stamp(clock()), id)
     end
