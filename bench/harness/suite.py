@@ -39,6 +39,11 @@ BENCHMARKS = {
         "1,000 streams through a gateway, and its added latency, against llama-server",
         "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
     ),
+    "overload": Benchmark(
+        "load",
+        "goodput per service tier at and beyond capacity, against llama-server",
+        "--levels 1 --seconds 5 --slots 4 --capacity 2",
+    ),
     "decode": Benchmark(
         "engine",
         "decode rate against llama-batched-bench, which is the limit",

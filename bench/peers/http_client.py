@@ -14,23 +14,31 @@ from typing import Any
 _LONGEST_LINE = 1 << 24  # bytes; an event of a long prompt's end repeats its settings
 
 
+class Refused(RuntimeError):
+    """A reply with a status other than 200. `retry_after_s` is the value of its `Retry-After` header, or None."""
+
+    def __init__(self, status: int, retry_after_s: float | None, body: bytes) -> None:
+        super().__init__(f"the server replied with HTTP status {status}: {body[:200]!r}")
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
 @contextlib.asynccontextmanager
 async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """Send a request and yield the response after its headers.
-
-    Raises RuntimeError if the server rejects the request.
-    """
+    """Send a request and yield the response after its headers. Raises Refused."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LONGEST_LINE)
     try:
         writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         await writer.drain()
-        status = (await reader.readline()).split()[1:2]
-        while (await reader.readline()).strip():
-            pass
-        if status != [b"200"]:
-            raise RuntimeError(f"the server replied with HTTP status {status}: {(await reader.read())[:200]!r}")
+        status, retry_after_s = int((await reader.readline() or b"HTTP/1.1 0").split()[1]), None
+        while (header := await reader.readline()).strip():
+            name, _, value = header.partition(b":")
+            if name.lower() == b"retry-after":
+                retry_after_s = float(value)
+        if status != 200:
+            raise Refused(status, retry_after_s, await reader.read())
         yield reader
     finally:
         writer.close()
@@ -61,13 +69,13 @@ async def complete(
 
 
 async def complete_openai(
-    port: int, model: str, prompt: str, num_new: int, note: Callable[[], None]
+    port: int, model: str, prompt: str | Sequence[int], num_new: int, note: Callable[[], None], **params: Any
 ) -> tuple[str, str]:
     """Return the id and the text of a streamed greedy completion. `note` is called with each piece of text.
 
-    Raises RuntimeError if the server refuses the request or stops early.
+    `params` are further parameters of the request. Raises Refused, and RuntimeError if the server stops early.
     """
-    body = {"model": model, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "stream": True, **params}
     identity, is_finished = "", False
     texts: list[str] = []
     async with _post(port, "/v1/completions", body) as reader:

@@ -35,6 +35,7 @@ SMALL = {  # except `clients`, which tests/integration/gateway/test_structured_c
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
     "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.1",
     "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
+    "overload": "--levels 1 --seconds 1 --capacity 8 --slots 2 --server-slots 2 --threads 1 --max-wait 10",
     "kept_states": "--samples 2 --prompt 400 --conversations 6 --in-ram 2 --opening 96 --turns 2 --rate 20 --states 2 "
     "--seconds 0.05 --requests 4 --rounds 1",
     "storm": "--lines 60 --new 24 --tenants 2 --command-kills 1 --worker-kills 1",
@@ -82,6 +83,9 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         tiers = [row["tier"] for row in report["rows"] if "first token" in row]
         assert tiers[:2] == ["none", "ram"]
         assert len(report["rows"]) == 5 + 2 + 1 + 2
+    if name == "overload":
+        assert {row["tier"] for row in report["rows"]} == {"priority", "default", "flex"}
+        assert report["ratios"]["1 x: flex requests complete"] == 1
     if name == "gateway":
         assert {row["wrong"] for row in report["rows"]} == {0}
     if name in NONE:
