@@ -26,6 +26,7 @@ from cellama.tasks.traces.gate import current_trace_id
 
 from .auth import Admission, Unlimited
 from .errors import ApiError, key_reused, of_code, of_job, of_worker
+from .gateway import WAITS_FRESH_S
 from .parsing import ParsedRequest, count
 from .sse import EVENT_STREAM, EventStream, keep_alive, with_errors
 
@@ -115,22 +116,24 @@ class RunningJobs:
         await self._check_wait()
 
     async def _check_wait(self) -> None:
-        """Raise ApiError (429) if the wait exceeds `gateway_max_wait_s`.
+        """Raise ApiError (429) if the first job would wait longer than allowed (`longest_wait`).
 
-        If new jobs would wait longer than the limit, the estimate for this job's own position is checked.
+        The cached estimate for new jobs is used first. If it exceeds the limit, or the limit is shorter than the time
+        for which estimates are cached, the estimate for this job's own position is used.
         """
         gateway = self.parsed.gateway
-        limit = gateway.settings.gateway_max_wait_s
-        if not limit or self.tier == "flex" or await gateway.wait_s(self.model, self.tier) <= limit:
+        limit_s, remedy = longest_wait(gateway.settings.gateway_max_wait_s, self.tier, self.parsed.body.get("timeout"))
+        if math.isinf(limit_s):
+            return
+        if limit_s > 2 * WAITS_FRESH_S and await gateway.wait_s(self.model, self.tier) <= limit_s:
             return
         eta_s = (await self.jobs[0].position()).eta_s or 0.0
-        if eta_s > limit:
+        if eta_s > limit_s:
             raise ApiError(
                 429,
-                f"the estimated wait is {eta_s:.0f} s, and the limit is {limit} s (gateway_max_wait_s); retry later, "
-                "or use service_tier flex",
+                f"the estimated wait is {eta_s:.3g} s, and the limit is {limit_s:g} s ({remedy}",
                 code="queue_full",
-                retry_after_s=eta_s - limit,
+                retry_after_s=eta_s - limit_s,
             )
 
     async def failed(self, error: ApiError) -> ApiError:
@@ -282,6 +285,18 @@ class RunningJobs:
         async for event in self.jobs[index].stream(self._last_seqs.get(index, -1), math.inf):
             if event["type"] == "done":
                 self.usages[index] = event["usage"]
+
+
+def longest_wait(max_wait_s: float, tier: str, timeout_s: object) -> tuple[float, str]:
+    """Return the longest wait in seconds with which a request is accepted, and the end of the message for others.
+
+    A request of any tier is refused if it would still be waiting when its own timeout expires. `max_wait_s` applies to
+    all tiers except `flex`, unless it is 0.
+    """
+    limit_s = math.inf if not max_wait_s or tier == "flex" else max_wait_s
+    if isinstance(timeout_s, int | float) and 0 < timeout_s < limit_s:
+        return timeout_s, "the request's timeout); retry later, or increase the timeout"
+    return limit_s, "gateway_max_wait_s); retry later, or use service_tier flex"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
