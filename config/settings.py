@@ -548,7 +548,7 @@ class Settings(BaseSettings):
         description="Time in seconds that a request body may lag behind a rate of 8 KiB per second. After that, the "
         "request gets HTTP 408.",
     )
-    gateway_max_wait_s: int = Field(
+    gateway_max_wait_s: float = Field(
         default=600,
         ge=0,
         description="Maximum expected wait for a slot, in seconds. Requests that would wait longer get HTTP 429, "
