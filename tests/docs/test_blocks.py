@@ -28,6 +28,7 @@ NOT_RUN = {
     "needs your own host": 2,
     "needs your own files": 6,
     "takes minutes": 2,
+    "it runs until Ctrl-C": 1,
     "needs a reranking model": 1,
     "downloads a test suite": 1,
     "needs pandas": 1,

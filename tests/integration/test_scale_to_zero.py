@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from cellama.api import Client, GenerateResult, Job
 from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.benchmarks.faults.outcomes import ends_row, is_clean, is_whole, journal_of, num_attempts
 from cellama.bench.harness import pace
 from cellama.bench.harness.reference_texts import LOGPROBS, reference_texts
 from cellama.bench.harness.service import COUNTER_DIR, CountingStrategy, num_sampled
-from cellama.tasks import generate
 from cellama.tasks.estimates.backlog import pool_demands
 from cellama.tasks.estimates.position import running_jobs
 from cellama.tasks.estimates.scaling import PoolScaler, ScalingPolicy
@@ -125,36 +125,51 @@ class Supervisor:
 
 
 @pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """Return a Redis server of its own, because the number of workers depends on the jobs of all tests on a server."""
+    (tmp_path / "redis").mkdir()
+    with RedisServer.start(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_client(server: RedisServer) -> Iterator[Redis]:
+    with Redis.from_url(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[Client]:
+    with Client(server.url) as client:
+        yield client
+
+
+@pytest.fixture
 def supervisor(
-    redis_server: RedisServer,
-    redis_client: Redis,
-    tmp_path: Path,
-    settings_environment: Callable[..., None],
+    server: RedisServer, redis_client: Redis, tmp_path: Path, settings_environment: Callable[..., None]
 ) -> Iterator[Supervisor]:
     model = f"t{uuid.uuid4().hex[:8]}"
-    settings_environment(redis_url=redis_server.url, pool=model, models=f"{model}={SOURCE}")
-    supervisor = Supervisor(tmp_path, redis_server, redis_client, model, random.Random(1))
+    settings_environment(redis_url=server.url, pool=model, models=f"{model}={SOURCE}")
+    supervisor = Supervisor(tmp_path, server, redis_client, model, random.Random(1))
     with contextlib.closing(supervisor):
         yield supervisor
 
 
-def submit(model: str, count: int, **params: Any) -> list[Any]:
-    return [
-        generate.delay(model, f"Once upon a time, there were {number} frogs.", stream=True, **PARAMS, **params)
-        for number in range(count)
-    ]
+def submit(client: Client, model: str, count: int, **params: Any) -> list[Job[GenerateResult]]:
+    prompts = [f"Once upon a time, there were {number} frogs." for number in range(count)]
+    return [client.generate(model, prompt, stream=True, wait=True, **PARAMS, **params) for prompt in prompts]
 
 
 @pytest.mark.parametrize("disturbance", ["drain", "kill"])
 def test_workers_scale_from_zero_to_three_and_back_without_losing_or_repeating_work(
-    supervisor: Supervisor, redis_client: Redis, disturbance: str
+    supervisor: Supervisor, client: Client, redis_client: Redis, disturbance: str
 ) -> None:
-    jobs = submit(supervisor.model, FIRST_BURST)
+    jobs = submit(client, supervisor.model, FIRST_BURST)
     supervisor.until(lambda: is_clean(redis_client, [job.id for job in jobs]), "the end of the first burst")
     supervisor.until(lambda: not supervisor.workers, "no workers")
     assert supervisor.numbers == [0, 1, 0], "the duration of the first jobs was unknown"
 
-    jobs += submit(supervisor.model, SECOND_BURST)
+    jobs += submit(client, supervisor.model, SECOND_BURST)
     supervisor.step()
     assert supervisor.numbers[3:] == [3], "samples of the last workers show how long the jobs take"
     victim = supervisor.until(supervisor.busy_worker, "three live workers with running jobs")
@@ -170,20 +185,20 @@ def test_workers_scale_from_zero_to_three_and_back_without_losing_or_repeating_w
 
     ids = [job.id for job in jobs]
     assert max(num_attempts(redis_client, disturbed)) > 1, "the disturbance hit running jobs"
-    texts = [job.get(timeout=PATIENCE_S)["text"] for job in jobs]
+    texts = [job.result(timeout=PATIENCE_S)["text"] for job in jobs]
     row = ends_row(redis_client, ids, {})
     assert (row["ended once"], row["stored"]) == (len(jobs), len(jobs))
     assert all(is_whole(journal_of(redis_client, job.id), text) for job, text in zip(jobs, texts, strict=True))
     twice, num_resumed = num_sampled(supervisor.counters) - len(jobs) * MAX_TOKENS, row["attempts"] - len(jobs)
     assert 0 <= twice <= 0.01 * len(jobs) * MAX_TOKENS
     assert twice <= num_resumed or disturbance == "kill", "a drain repeats at most the step that it interrupts"
-    assert_right_texts(supervisor, texts)
+    assert_right_texts(supervisor, client, texts)
 
 
-def assert_right_texts(supervisor: Supervisor, texts: list[str]) -> None:
+def assert_right_texts(supervisor: Supervisor, client: Client, texts: list[str]) -> None:
     """Compare the texts with those of a worker that is not disturbed. Both bursts have the same prompts."""
     supervisor.start(step_s=0.0).wait_ready()
-    jobs = submit(supervisor.model, SECOND_BURST, logprobs=LOGPROBS)
-    expected = reference_texts([job.get(timeout=PATIENCE_S) for job in jobs], SOURCE)
+    jobs = submit(client, supervisor.model, SECOND_BURST, logprobs=LOGPROBS)
+    expected = reference_texts([job.result(timeout=PATIENCE_S) for job in jobs], SOURCE)
     found = zip(texts, (*expected[:FIRST_BURST], *expected), strict=True)
     assert {reference.compare(text) for text, reference in found} <= {"same", "tied"}

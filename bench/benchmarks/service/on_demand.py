@@ -32,6 +32,7 @@ from cellama.tasks.worker.residency import bound_s
 
 # 52M parameters. The vocabulary is most of the file, so that a load takes long in relation to a token.
 SHAPE = Shape(n_embd=384, n_layer=16, n_head=6, n_head_kv=2, n_ff=1152, n_vocab=32768, n_ctx=2048)
+MODEL = "synthetic 52M Q8_0, copies of one file"
 CONTEXT_TOKENS, SLOTS = 512, 4
 SWAP_AFTER_S = 5.0
 PROMPT = "a b c d e f g h"
