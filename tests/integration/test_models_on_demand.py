@@ -67,6 +67,10 @@ def client(redis_server: RedisServer) -> Iterator[Client]:
         yield client
 
 
+def view_of(client: Client, name: str, model: str) -> Any:
+    return next(view for view in client.models() if view["id"] == f"{name}-{model}")
+
+
 def statuses(client: Client, name: str) -> dict[str, str]:
     return {model["id"].removeprefix(f"{name}-"): model["status"] for model in client.models()}
 
@@ -102,9 +106,8 @@ def test_worker_loads_a_model_when_a_job_needs_it_and_unloads_it_when_it_is_idle
     wait_for_statuses(client, name, one="available", two="available")
     again = client.generate(f"{name}-one", STORY, max_tokens=4, **GREEDY)
     assert again.result(timeout=PATIENCE_S)["text"] == job.result()["text"]
-    wait_for_statuses(client, name, one="available")
-    one = next(model for model in client.models() if model["id"] == f"{name}-one")
-    assert one["load_s"] > 0
+    wait_until(lambda: "load_s" in view_of(client, name, "one"), "a report after the load")
+    assert view_of(client, name, "one")["load_s"] > 0
 
 
 def test_both_models_finish_their_jobs_when_only_one_fits(start: Start, client: Client, name: str) -> None:
