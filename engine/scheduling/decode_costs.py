@@ -41,9 +41,9 @@ class DecodeCosts:
     """Learns how long passes take, depending on their number of rows.
 
     A running mean is kept for each of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24 … rows, because most passes with drafts
-    have these sizes. Durations for other sizes are interpolated linearly. Each size is learned separately, so passes
-    with many draft rows don't change the expected cost of one row (docs/adr/015-speculation.md). The slot layout and
-    speculation share one instance.
+    have these sizes. Durations for other sizes are interpolated linearly. The durations of the sizes are learned
+    separately, relative to a common factor for the current speed of the machine (docs/adr/015-speculation.md). The slot
+    layout and speculation share one instance.
     """
 
     def __init__(self) -> None:

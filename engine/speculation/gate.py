@@ -100,7 +100,10 @@ class Gate:
         self._remeasured_after = MIN_REMEASURED  # steps with drafts before the next step without drafts
 
     def begin_step(self, num_slots: int) -> bool:
-        """Return whether this step should consider drafts. After drafts did not pay off, some steps are skipped."""
+        """Return whether this step should consider drafts.
+
+        Some steps are skipped after drafts did not pay off. While drafts pay off, some steps are measured without them.
+        """
         if num_slots != self._num_slots:
             self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
         self._num_rest -= 1

@@ -24,6 +24,9 @@ FIELDS = (
 )  # fmt: skip
 
 
+DETAILS = ("usage", "timings", "warnings", "tool_calls")  # of a job's end, which its result also contains
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
     """An attempt at a job. Times are in Unix seconds. `ended_at` is None while the attempt is running."""
@@ -89,15 +92,17 @@ async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
     if not found["state"] or not found["task"]:
         return None
     end = json.loads(found["end"]) if found["end"] else None
-    if end is not None and last:  # the entry of a job that succeeded has no details of its end
-        end |= json.loads(last[0][1][EVENT_FIELD.encode()])
     submitted_at, delay_s = float(found["submitted_at"]), float(found["delay"] or 0)
     message: Any = None
     if 0 < message_bytes <= MAX_SHOWN_BYTES:
         message = await redis.hget(job_key(job_id), "message")
     result: Any = None
     if end is not None and 0 < result_bytes <= MAX_SHOWN_BYTES:
-        result = await redis.get(result_key(job_id))
+        result = _result(await redis.get(result_key(job_id)))
+    if end is not None and last:
+        end |= json.loads(last[0][1][EVENT_FIELD.encode()])
+    elif end is not None and isinstance(result, dict):  # the journal has expired before the result
+        end |= {name: result[name] for name in DETAILS if name in result}
     return JobRecord(
         job_id=job_id,
         state=_state(found["state"], started_at, end),
@@ -113,7 +118,7 @@ async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
         ended_at=ended_at,
         end=end,
         parameters=_parameters(message),
-        result=_result(result),
+        result=result,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import signal
@@ -13,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from redis import Redis
+from redis import Redis, asyncio as aioredis
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, apply_chat_template, chat, detokenize, embed, generate, tokenize
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key, journal_key
+from cellama.tasks.state.job_record import JobRecord, read_job
 
 from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, clean_environment, wait_until
 from .conftest import GREEDY
@@ -33,6 +35,23 @@ def test_prediction_does_not_change_the_text_and_is_validated() -> None:
         assert job.get(timeout=PATIENCE_S)["text"].startswith(", there was a little fox named Mia")
     with pytest.raises(JobFailed, match="prediction has token ids outside"):
         generate.delay("tiny", "Once upon a time", prediction=[2**30]).get(timeout=PATIENCE_S)
+
+
+def test_record_of_a_job_has_usage_and_timings_also_after_its_journal_has_expired(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    async def read(job_id: str) -> JobRecord | None:
+        async with aioredis.Redis.from_url(redis_server.url) as redis:
+            return await read_job(redis, job_id)
+
+    job = generate.delay("tiny", "Once upon a time", max_tokens=4, **GREEDY)
+    result = job.get(timeout=PATIENCE_S)
+    for _ in range(2):
+        record = asyncio.run(read(job.id))
+        assert record is not None
+        assert record.end is not None
+        assert (record.end["usage"], record.end["timings"]) == (result["usage"], result["timings"])
+        redis_client.delete(journal_key(job.id))
 
 
 def test_generate_returns_text_usage_and_timings() -> None:

@@ -611,8 +611,7 @@ local function wait_in_queue(id, queue, priority, submitted_at)
   redis.call('SADD', QUEUES, queue)
 end
 
--- Writes a new entry. `list` is the key of the Redis list to which the message is pushed. Further
--- fields can follow.
+-- Writes a new entry. `list` is the key of the Redis list to which the message is pushed. More fields can follow.
 local function add_entry(job, id, task, queue, list, priority, timeout, message, submitted_at, ...)
   redis.call('HSET', job, 'state', 'queued', 'task', task, 'queue', queue, 'list', list, 'priority', priority,
              'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0, ...)
