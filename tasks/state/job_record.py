@@ -98,7 +98,8 @@ async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
         message = await redis.hget(job_key(job_id), "message")
     result: Any = None
     if end is not None and 0 < result_bytes <= MAX_SHOWN_BYTES:
-        result = _result(await redis.get(result_key(job_id)))
+        stored: Any = await redis.get(result_key(job_id))
+        result = _result(stored)
     if end is not None and last:
         end |= json.loads(last[0][1][EVENT_FIELD.encode()])
     elif end is not None and isinstance(result, dict):  # the journal has expired before the result
