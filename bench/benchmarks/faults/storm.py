@@ -62,6 +62,7 @@ class _Storm:
         self._random = random.Random(args.seed)
         self._tenants = [f"tenant-{number:02d}" for number in range(args.tenants)]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._results_at_start: dict[str, int] = {}  # by tenant, when its command started
         self._undisturbed: dict[str, ReferenceText] = {}
         self._order = list(range(args.lines))
         self._random.shuffle(self._order)
@@ -135,6 +136,7 @@ class _Storm:
 
     def _start(self, folder: Path, tenant: str) -> None:
         output = self._output(folder, tenant)
+        self._results_at_start[tenant] = _num_lines(output)
         argv = [*batch_command(self._source(tenant), output), "--fairness-key", tenant]
         with output.with_suffix(".log").open("ab") as log:
             self._processes[tenant] = subprocess.Popen(argv, stdout=log, stderr=log)
@@ -166,8 +168,14 @@ class _Storm:
         self._service.kill(name)
         self._service.start_worker(name)
 
-    def _redis(self, _folder: Path) -> None:
+    def _redis(self, folder: Path) -> None:
+        """Restart Redis once every command is past its start, because a command doesn't start without Redis."""
+        wait_until(lambda: all(self._is_past_start(folder, tenant) for tenant in self._tenants), "started commands")
         self._service.restart_redis()
+
+    def _is_past_start(self, folder: Path, tenant: str) -> bool:
+        has_ended = self._processes[tenant].poll() is not None
+        return has_ended or _num_lines(self._output(folder, tenant)) > self._results_at_start[tenant]
 
 
 def _num_lines(path: Path) -> int:
