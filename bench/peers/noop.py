@@ -18,7 +18,6 @@ OURS = {  # also set by cellama's workers
     "task_acks_late": True,
     "task_track_started": True,
     "worker_prefetch_multiplier": 1,
-    "worker_send_task_events": True,
     "task_send_sent_event": True,
     "result_backend_thread_safe": True,
     "worker_deduplicate_successful_tasks": True,

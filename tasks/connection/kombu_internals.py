@@ -18,6 +18,7 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from queue import Empty
 from typing import Any
@@ -232,21 +233,52 @@ def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **optio
         publish(*args, **options)
 
 
+@dataclass(frozen=True, slots=True)
 class _Recorder:
-    """A Redis client that passes published messages to `batch.add` instead of Redis."""
+    """A Redis client that passes published messages to `add` instead of Redis."""
 
-    def __init__(self, client: Any, batch: Any) -> None:
-        self.client = client
-        self.batch = batch
+    client: Any
+    add: Callable[[str, str, str], object]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
     def lpush(self, key: str, payload: str) -> None:
-        self.batch.add("lpush", key, payload)
+        self.add("lpush", key, payload)
 
     def publish(self, topic: str, payload: str) -> None:
-        self.batch.add("publish", topic, payload)
+        self.add("publish", topic, payload)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """A Redis client that appends the number of receivers of each published message to a list."""
+
+    client: Any
+    counts: list[int]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def publish(self, topic: str, payload: str) -> None:
+        self.counts.append(self.client.publish(topic, payload))
+
+
+@contextmanager
+def _wrapping_clients(channel: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Within this context, the channel sends its commands through `wrap` of a Redis client."""
+    acquire = channel.conn_or_acquire
+
+    @contextmanager
+    def acquire_wrapped(client: Any = None) -> Iterator[Any]:
+        with acquire(client) as acquired:
+            yield wrap(acquired)
+
+    channel.conn_or_acquire = acquire_wrapped
+    try:
+        yield
+    finally:
+        del channel.conn_or_acquire
 
 
 def publish_into(batch: Any, channel: Any, message: Mapping[str, Any], exchange: str, routing_key: str) -> None:
@@ -257,18 +289,19 @@ def publish_into(batch: Any, channel: Any, message: Mapping[str, Any], exchange:
     if HAS_PUBLISH_BATCH:
         channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=batch)
         return
-    acquire = channel.conn_or_acquire
-
-    @contextmanager
-    def acquire_recorder(client: Any = None) -> Iterator[_Recorder]:
-        with acquire(client) as acquired:
-            yield _Recorder(acquired, batch)
-
-    channel.conn_or_acquire = acquire_recorder
-    try:
+    with _wrapping_clients(channel, lambda client: _Recorder(client, batch.add)):
         channel.basic_publish(message, exchange=exchange, routing_key=routing_key)
-    finally:
-        del channel.conn_or_acquire
+
+
+@contextmanager
+def counting_receivers(channel: Any) -> Iterator[list[int]]:
+    """Yield a list to which the channel appends the number of receivers of each message that it publishes meanwhile.
+
+    Only one thread may use this with the same channel at a time.
+    """
+    counts: list[int] = []
+    with _wrapping_clients(channel, lambda client: _Counter(client, counts)):
+        yield counts
 
 
 def run_ready_callbacks(hub: Any) -> None:
