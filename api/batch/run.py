@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,8 @@ from cellama.config.logging import event_logger
 from cellama.tasks.app import CellamaApp
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob, UnknownModel
-from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
+from cellama.tasks.contract.events import TerminalEvent, is_terminal
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.kinds.chunk import MAX_CHUNK_LINES, TASK_CHUNK, line_bytes, max_lines_bytes
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, WEIGHT_HEADER, model_named
@@ -299,8 +299,8 @@ class BatchRun:
             name = key.decode().removeprefix(journal_key(""))
             chunk = self._chunks[name]
             chunk.last_event_at, chunk.last_id = time.monotonic(), entries[-1][0].decode()
-            for _, fields in entries:
-                event = json.loads(fields[EVENT_FIELD.encode()])
+            event: Any
+            for event in events_in(entries):
                 if event["type"] == "line":
                     self._sort_line(name, event, results, failures)
                 elif is_terminal(event):

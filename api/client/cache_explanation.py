@@ -10,7 +10,8 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.contract.errors import JobError, UnknownJob
-from cellama.tasks.contract.events import EVENT_FIELD, DoneEvent, ReplayCause, ReplayFields, StartedEvent
+from cellama.tasks.contract.events import DoneEvent, ReplayCause, ReplayFields, StartedEvent
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import journal_key, response_key
 from cellama.tasks.contract.kinds.chat import TASK_CHAT
 from cellama.tasks.contract.names import job_id_of_key
@@ -122,13 +123,13 @@ def _ends_of(redis: Redis, job_id: str) -> tuple[StartedEvent, DoneEvent]:
     key = journal_key(job_id)
     first: Any = redis.xrange(key, count=1)
     last: Any = redis.xrevrange(key, count=1)
-    events = [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in (*first, *last)]
-    if len(events) < 2 or events[0]["type"] != "started" or events[1]["type"] != "done":
+    events = events_in([*first, *last])
+    if not events or events[0]["type"] != "started" or events[-1]["type"] != "done":
         raise UnknownJob(
             f"job {job_id} can't be explained: it is unknown, has not finished, or its events have expired; explain a "
             "job within event_ttl_s after the job has finished"
         )
-    return events[0], events[1]
+    return events[0], events[-1]
 
 
 def _tokens(redis: Redis, key: str | None) -> Sequence[int] | None:

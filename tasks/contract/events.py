@@ -16,7 +16,6 @@ from .codes import meaning_of
 from .kinds.generate import GenerateResult
 from .shapes.results import FinishReason, Logprob, Mode, Timings, ToolCall, ToolCallDelta, Usage, usage_of
 
-EVENT_FIELD = "event"  # the only field of a journal entry
 OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # events with the ids of sampled tokens
 
 # The effect of an event in the ledger when the script `write` writes it.

@@ -36,6 +36,7 @@ from cellama.tasks.contract.events import (
     numbered,
 )
 from cellama.tasks.contract.fairness import cost_of
+from cellama.tasks.contract.journal import EventPacker
 from cellama.tasks.middleware import Middlewares
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.ledger import Attempt, Contexts, Entry, Ledger
@@ -102,11 +103,13 @@ class AttemptStream:
     failure: JobFailed | None = None  # error of an event that could not be written; later events are ignored
     _next_seq: int = field(init=False)
     _cost_of_lines: float = 0.0  # in tokens (contract/fairness.py)
+    _packer: EventPacker | None = None  # None if an earlier attempt has written events
     _celery_result: Result | None = None  # result that is stored for Celery with the last event
     _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # by index of the completion
 
     def __post_init__(self) -> None:
         self._next_seq = self.attempt.next_seq
+        self._packer = EventPacker() if self._next_seq == 0 else None
 
     # For other threads
 
@@ -154,7 +157,10 @@ class AttemptStream:
             token="" if stored is None or self.celery_end is None else self.celery_end.token,
             contexts=contexts,
             cost_of_lines=self._cost_of_lines,
+            packed=self._packer.packed() if self._packer is not None and is_terminal(event) else b"",
         )
+        if self._packer is not None:
+            self._packer.add(event)
         if stored is not None:
             self._celery_result = result
         self._next_seq += 1

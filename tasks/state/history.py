@@ -7,7 +7,6 @@ later attempt continues with the same provenance, or fails.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ from redis import Redis
 
 from cellama.config.limits import MAX_COMPLETIONS
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import EVENT_FIELD, Event, ProvenanceFields, ReplayFields, StartedEvent, is_output
+from cellama.tasks.contract.events import Event, ProvenanceFields, ReplayFields, StartedEvent, is_output
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.results import Logprob, Usage, usage_of
@@ -217,8 +217,8 @@ def read_past(redis: Redis, job_id: str) -> Past:
     """Return a summary of a job's events, which is empty if the job has no journal. Raises RedisError."""
     past = Past()
     entries: Any = redis.xrange(journal_key(job_id))
-    for _, fields in entries:
-        past.add(json.loads(fields[EVENT_FIELD.encode()]))
+    for event in events_in(entries):
+        past.add(event)
     return past
 
 

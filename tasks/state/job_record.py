@@ -10,7 +10,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from cellama.tasks.contract.events import EVENT_FIELD, Event, is_terminal
+from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import ended_key, job_key, journal_key, result_key, running_key
 from cellama.tasks.contract.names import model_of
 
@@ -101,7 +102,7 @@ async def read_job(redis: Redis, job_id: str) -> JobRecord | None:
         stored: Any = await redis.get(result_key(job_id))
         result = _result(stored)
     if end is not None and last:
-        end |= json.loads(last[0][1][EVENT_FIELD.encode()])
+        end |= events_in(last)[-1]
     elif end is not None and isinstance(result, dict):  # the journal has expired before the result
         end |= {name: result[name] for name in DETAILS if name in result}
     return JobRecord(
@@ -175,8 +176,8 @@ async def read_output(redis: Redis, job_id: str) -> JobOutput:
     output, after = JobOutput(), "-"
     while True:
         entries: Any = await redis.xrange(journal_key(job_id), min=after, count=EVENTS_PER_PAGE)
-        for _, fields in entries:
-            _add(output, json.loads(fields[EVENT_FIELD.encode()]))
+        for event in events_in(entries):
+            _add(output, event)
         if len(entries) < EVENTS_PER_PAGE:
             return output
         after = f"({entries[-1][0].decode()}"

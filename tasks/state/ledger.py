@@ -22,8 +22,9 @@ from typing_extensions import TypedDict
 from cellama.config import Settings, get_settings
 from cellama.tasks.connection.connections import database_of, redis_time
 from cellama.tasks.contract.all_kinds import KINDS, Result
-from cellama.tasks.contract.events import EVENT_CLASSES, EVENT_FIELD, Event, EventClass, TerminalEvent, done, numbered
+from cellama.tasks.contract.events import EVENT_CLASSES, Event, EventClass, TerminalEvent, done, numbered
 from cellama.tasks.contract.fairness import cost_of, fairness_key_of, limit_name
+from cellama.tasks.contract.journal import EVENT_FIELD
 from cellama.tasks.contract.json_values import encode
 from cellama.tasks.contract.keys import (
     cancel_key,
@@ -399,6 +400,7 @@ class Entry:
     token: str = ""  # token of the message that the script releases, together with `stored`
     contexts: Contexts = ()  # stored with the end of a job
     cost_of_lines: float = 0.0  # of a part of a bulk run, in tokens (contract/fairness.py)
+    packed: bytes = b""  # all earlier events of a job that ends (contract/journal.py), if they can be packed
     event_json: bytes = field(init=False, repr=False)
     result_json: bytes = field(init=False, repr=False)  # empty without a result
 
@@ -418,6 +420,7 @@ class Entry:
             len(self.event_json)
             + len(self.result_json)
             + (len(self.stored.value) if self.stored else 0)
+            + len(self.packed)
             + context_bytes
         )
 
@@ -429,7 +432,8 @@ class Entry:
         if self.event_class == "terminal":
             stored, expires_s = (self.stored.value, self.stored.expires_s or "") if self.stored else (b"", "")
             is_dead = self.event.get("code") == DEAD
-            values += [int(is_dead), self.result_json, stored, expires_s, self.token, self.cost, len(self.contexts)]
+            values += [int(is_dead), self.result_json, stored, expires_s, self.token, self.cost, self.packed]
+            values.append(len(self.contexts))
             values += [part for context in self.contexts for part in context]
         return values
 

@@ -19,7 +19,8 @@ from redis import Redis
 
 from cellama.tasks.connection.connections import database_of
 from cellama.tasks.contract.errors import InvalidJob, JobTimeout, StreamTrimmed, UnknownJob
-from cellama.tasks.contract.events import EVENT_FIELD, Event, is_terminal
+from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id
 
 QUIET_S = 1.0  # after this time without a message, the journal is read again, because pub/sub can lose messages
@@ -75,7 +76,7 @@ def page_of(replies: Sequence[Any]) -> JournalPage:
     return JournalPage(
         None if state is None else state.decode(),
         int(num_events or 0),
-        _parse_entry(last[0]) if last else None,
+        events_in(last)[-1] if last else None,
         entries,
     )
 
@@ -124,7 +125,7 @@ class EventCursor:
 
     def _from_journal(self, entries: list[Any]) -> list[Event]:
         self.needs_journal = len(entries) >= PAGE_ENTRIES
-        events = [_parse_entry(entry) for entry in entries]
+        events = events_in(entries)
         for event in events:
             self._compare(event)
             self._next_read = event["seq"] + 1
@@ -187,12 +188,6 @@ class EventCursor:
             self.last_seq = events[-1]["seq"]
             self.ended = is_terminal(events[-1])
         return events
-
-
-def _parse_entry(entry: Any) -> Event:
-    _, fields = entry
-    event: Event = json.loads(fields.get(EVENT_FIELD.encode()) or fields[EVENT_FIELD])
-    return event
 
 
 def _checksum(event: Event) -> int:

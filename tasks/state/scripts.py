@@ -21,6 +21,7 @@ from cellama.config.logging import event_logger
 from cellama.tasks.connection.connections import lua_source
 from cellama.tasks.connection.kombu_internals import take_connection
 from cellama.tasks.connection.redis_errors import RefusedForNow
+from cellama.tasks.contract.journal import EVENTS_FIELD
 from cellama.tasks.contract.keys import (
     MAX_ENDED,
     MAX_WEBHOOK_EVENTS,
@@ -147,6 +148,7 @@ def _constants() -> dict[str, str | float]:
         "CANCEL": cancel_key(""),
         "RESULT": result_key(""),
         "JOURNAL": journal_key(""),
+        "EVENTS_FIELD": EVENTS_FIELD,
         "HEEDED": announcement_key(""),
         "ENDS": webhook_events_key(),
         "MAX_ENDS": MAX_WEBHOOK_EVENTS,

@@ -213,8 +213,9 @@ def test_job_resumes_on_another_worker_when_a_device_dies(
 
 def _num_tokens(redis: Redis, job_id: str) -> int:
     """Return the number of tokens in a job's journal."""
+    from cellama.tasks.contract.journal import events_in
     from cellama.tasks.contract.keys import journal_key
 
     entries: Any = redis.xrange(journal_key(job_id))
-    events = [json.loads(fields[b"event"]) for _, fields in entries]
+    events: list[Any] = list(events_in(entries))
     return sum(len(event.get("tokens", ())) for event in events if event["type"] == "token")

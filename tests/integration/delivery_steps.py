@@ -10,6 +10,7 @@ from redis import Redis
 
 from cellama.config import get_settings
 from cellama.tasks.contract import events
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, reaper_key, result_key, slots_key
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.history import read_past
@@ -87,8 +88,8 @@ class Delivery:
         if self.redis.setnx(result_key(job_id), json.dumps(ending.event)):
             self.redis.hset(job_key(job_id), "stored", "SUCCESS")
 
-    def journal(self, job_id: str) -> list[dict[str, Any]]:
-        return [json.loads(fields[b"event"]) for _, fields in self.redis.xrange(journal_key(job_id))]
+    def journal(self, job_id: str) -> list[Any]:
+        return list(events_in(self.redis.xrange(journal_key(job_id))))
 
     # Producers
 

@@ -9,6 +9,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.contract import events
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Attempt, Entry, Ledger, Message, Submission, Taken, TaskCall, new_run
@@ -94,5 +95,5 @@ def kept_result(ledger: Ledger, job_id: str) -> dict[str, object] | None:
     return ending.result
 
 
-def journal(redis: Redis, job_id: str) -> list[dict[str, object]]:
-    return [json.loads(fields[b"event"]) for _, fields in redis.xrange(journal_key(job_id))]
+def journal(redis: Redis, job_id: str) -> list[Any]:
+    return list(events_in(redis.xrange(journal_key(job_id))))

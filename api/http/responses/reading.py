@@ -19,7 +19,8 @@ from cellama.api.openai.responses.events import ResponseEvents, journal_of_resul
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError
-from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
+from cellama.tasks.contract.events import TERMINAL_TYPES
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import job_key, journal_key
 
 EVENTS_PER_PAGE = 500  # reading a page blocks the event loop for some milliseconds
@@ -51,7 +52,7 @@ async def status_of(gateway: Gateway, record: ResponseRecord) -> ResponseStatus:
         last, (state, end) = await pipe.execute()
     response_events = ResponseEvents(record)
     if last:
-        event = _event_of(last[0])
+        event = events_in(last)[-1]
         if event["type"] not in TERMINAL_TYPES:
             response_events.of({"type": "started"})
             return ResponseStatus(response_events.response())
@@ -88,14 +89,15 @@ async def _from_journal(gateway: Gateway, record: ResponseRecord) -> ResponseSta
     Events are read in pages so that other requests can be served in between. A journal may contain as many events as
     the model's context has tokens.
     """
-    response_events, after, event = ResponseEvents(record), "-", None
+    response_events, after = ResponseEvents(record), "-"
+    event: Any = None
     while True:
         with reaching_redis():
             entries: Any = await gateway.redis.xrange(journal_key(record.job_id), min=after, count=EVENTS_PER_PAGE)
         if not entries:
             break
-        for entry in entries:
-            event_before, event = event, _event_of(entry)
+        for found in events_in(entries):
+            event_before, event = event, found
             if event_before is None and event["seq"] != 0:
                 return None
             response_events.of(event)
@@ -115,11 +117,6 @@ async def _from_result(gateway: Gateway, record: ResponseRecord, end: Mapping[st
         return [end]
     result: Any = await gateway.client.job(record.job_id).result(RESULT_S)
     return list(journal_of_result(result))
-
-
-def _event_of(entry: Any) -> Any:
-    _, fields = entry
-    return json.loads(fields[EVENT_FIELD.encode()])
 
 
 def stream_of(gateway: Gateway, record: ResponseRecord, after: int) -> EventStream:

@@ -28,7 +28,8 @@ from cellama.bench.harness.service import Service, serving
 from cellama.config import get_settings
 from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.events import is_terminal
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import journal_key, last_restore_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.state.registry import live_workers
@@ -305,7 +306,7 @@ class _Fuzz:
 
     def _check_stream(self, job: _Job) -> None:
         entries: Any = self._service.redis.xrange(journal_key(job.id))
-        events = [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in entries]
+        events = events_in(entries)
         ends = [is_terminal(event) for event in events]
         if ends[-1:] != [True] or sum(ends) != 1:
             self._off(job, f"its stream ends {sum(ends)} times")

@@ -11,7 +11,8 @@ from typing import Any
 from celery import states
 
 from cellama.bench.harness.reference_texts import ReferenceText
-from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.events import is_terminal
+from cellama.tasks.contract.journal import events_in
 from cellama.tasks.contract.keys import job_key, journal_key, leases_key, result_key, running_key
 
 LOOK_S = 0.2  # seconds between two polls
@@ -19,7 +20,7 @@ LOOK_S = 0.2  # seconds between two polls
 
 def journal_of(redis: Any, job_id: str) -> list[Any]:
     """Return the events in the journal of a job."""
-    return [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in redis.xrange(journal_key(job_id))]
+    return events_in(redis.xrange(journal_key(job_id)))
 
 
 def ends_once(events: Sequence[Any]) -> bool:

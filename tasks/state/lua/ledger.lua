@@ -727,6 +727,15 @@ local function append_event(options, id, seq, data)
   return event
 end
 
+-- Replaces the entries of a journal with its packed events before this last one (contract/journal.py), and the last event.
+local function pack_journal(options, id, seq, packed, event)
+  local journal = JOURNAL .. id
+  redis.call('DEL', journal)
+  redis.call('XADD', journal, seq .. '-0', EVENTS_FIELD, packed)
+  redis.call('XADD', journal, (seq + 1) .. '-0', options.field, event)
+  options.has_packed = id
+end
+
 local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
 
 -- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. Only jobs without an attempt can
@@ -763,7 +772,7 @@ local function end_job(options, job, id, run, is_dead, seq, event, cost)
   end
   redis.call('DEL', CANCEL .. id)
   local journal = JOURNAL .. id
-  if seq < SHORT_JOURNAL then -- a stream reserves 4 KiB at its end, a copy does not
+  if seq < SHORT_JOURNAL or options.has_packed == id then -- a stream reserves 4 KiB at its end, a copy does not
     redis.call('COPY', journal, journal .. ':copy', 'REPLACE')
     redis.call('RENAME', journal .. ':copy', journal)
   end
@@ -1158,7 +1167,7 @@ return {verdict, attempt, failures, waited, before or '', now, next_seq, fairnes
 
 --@ write
 -- Writes events to journals and publishes them, each only if its run is the current run of its job.
--- ARGV: the options, then five values for each event. A terminal event has seven more values, and key and value of each context,
+-- ARGV: the options, then five values for each event. A terminal event has eight more values, and key and value of each context,
 -- which expires as late as a result. `class` determines the effect of an event (EVENT_CLASSES in contract/events.py). `data` is
 -- the JSON after the `seq`.
 -- `stored` is the value that Celery stores for a job that succeeds. With it, this script completes the job: Celery has the
@@ -1170,11 +1179,11 @@ local superseded, gaps, at, i = {}, {}, NUM_OPTIONS + 1, -1
 while at <= #ARGV do
   local id, run, class, seq, data = unpack(ARGV, at, at + 4)
   at, i = at + 5, i + 1
-  local is_dead, result, stored, expires, token, cost, first_context
+  local is_dead, result, stored, expires, token, cost, packed, first_context
   if class == 'terminal' then
     local num_contexts
-    is_dead, result, stored, expires, token, cost, num_contexts = unpack(ARGV, at, at + 6)
-    first_context = at + 7
+    is_dead, result, stored, expires, token, cost, packed, num_contexts = unpack(ARGV, at, at + 7)
+    first_context = at + 8
     at = first_context + 2 * num_contexts
   end
   local job = JOB .. id
@@ -1196,6 +1205,7 @@ while at <= #ARGV do
   elseif seq == next_seq then -- else the event was written before
     local event = append_event(options, id, seq, data)
     if class == 'terminal' then
+      if packed ~= '' and first_seq == 0 and seq <= tonumber(options.max_events) then pack_journal(options, id, seq, packed, event) end
       local ending = stored ~= '' and without_details(event) or event
       local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost)
       for context = first_context, at - 2, 2 do
