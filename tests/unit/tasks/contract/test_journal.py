@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cellama.tasks.contract.events import numbered
 from cellama.tasks.contract.journal import EVENT_FIELD, EVENTS_FIELD, MAX_OTHERS, EventPacker, events_in
