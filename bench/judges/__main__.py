@@ -35,7 +35,7 @@ from cellama.bench.peers.programs import llama_server
 from cellama.engine.bundled import TINY_PATH
 
 from . import aiperf, guidellm, ours
-from .figures import AGREEMENT, Figures, SentRequest
+from .figures import AGREEMENT, RunFigures, SentRequest
 from .workloads import CONTEXT_TOKENS, TRACES, Workload, prompts, saturating, synthetic
 
 FOLDER = Path(__file__).parents[2] / "build" / "judges"
@@ -59,7 +59,7 @@ def main() -> int:
     path = TINY_PATH if args.short else padded_model()
     own = {key: value for key, value in vars(args).items() if key not in ("minutes", "save", "again", "judges")}
     loads = [*(f"{SYNTHETIC}{count}" for count in args.callers), *TRACES]
-    state = _State(FOLDER / ("short" if args.short else "full"), own, again=args.again)
+    state = FinishedParts(FOLDER / ("short" if args.short else "full"), own, again=args.again)
     with tempfile.TemporaryDirectory() as name:
         tools = {
             judge: OfflineTool.installed(FOLDER / judge, JUDGES[judge].PACKAGES, Path(name), path)
@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-class _State:
+class FinishedParts:
     """Finished parts in a directory, each with the options under which it was measured."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any], *, again: bool) -> None:
@@ -140,7 +140,7 @@ def _serving(who: str, path: Path, args: argparse.Namespace) -> Iterator[int | N
         yield port
 
 
-def _workload(load: str, path: Path, args: argparse.Namespace, state: _State) -> Workload:
+def _workload(load: str, path: Path, args: argparse.Namespace, state: FinishedParts) -> Workload:
     """Return the requests of a load, as many as fit into the duration of a run."""
     rate_of = f"rate of {load}"
     if not state.has(rate_of):
@@ -179,11 +179,11 @@ def _part(
         with _serving(who, path, args) as port:
             if port is None:
                 continue
-            verdict = JUDGES[judge].measure(tool, workload, f"http://127.0.0.1:{port}", MODEL)
+            judgement = JUDGES[judge].measure(tool, workload, f"http://127.0.0.1:{port}", MODEL)
         with _serving(who, path, args) as port:
             assert port is not None
-            own = asyncio.run(ours.measure(port, verdict.sent, workload.concurrency))
-        for client, figures in ((judge, verdict.figures), (OWN, own)):
+            own = asyncio.run(ours.measure(port, judgement.sent, workload.concurrency))
+        for client, figures in ((judge, judgement.figures), (OWN, own)):
             rows.append({"workload": workload.name, "judge": judge, "server": who, "client": client, **asdict(figures)})
             print(rows[-1], flush=True)
     return rows
@@ -193,10 +193,10 @@ def _report(rows: list[dict[str, Any]]) -> Report:
     """Return the rows, what the judges say about both servers, and how our client's figures differ from theirs."""
     ratios: dict[str, float] = {}
     targets: dict[str, str] = {}
-    figures: dict[tuple[str, str], dict[tuple[str, str], Figures]] = {}
+    figures: dict[tuple[str, str], dict[tuple[str, str], RunFigures]] = {}
     for row in rows:
         found = figures.setdefault((row["workload"], row["judge"]), {})
-        found[row["server"], row["client"]] = Figures(**{name: row[name] for name in Figures.__slots__})
+        found[row["server"], row["client"]] = RunFigures(**{name: row[name] for name in RunFigures.__slots__})
     for (workload, judge), found in figures.items():
         for (who, client), judged in found.items():
             if client == OWN:

@@ -9,7 +9,7 @@ from typing import Any
 from cellama.bench.peers.aiperf import VERSION
 from cellama.bench.peers.offline_tools import TOKENIZER, OfflineTool
 
-from .figures import Figures, Verdict, in_order
+from .figures import Judgement, RunFigures, in_order
 from .workloads import BLOCK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Workload
 
 NAME = "aiperf"
@@ -17,8 +17,8 @@ PACKAGES = (f"aiperf=={VERSION}",)
 SUMMARY, RECORDS = "profile_export_aiperf.json", "profile_export_raw.jsonl"
 
 
-def measure(tool: OfflineTool, workload: Workload, url: str, model: str) -> Verdict:
-    """Let AIPerf send a workload to a server, and return its verdict. Raises RuntimeError if AIPerf fails."""
+def measure(tool: OfflineTool, workload: Workload, url: str, model: str) -> Judgement:
+    """Let AIPerf send a workload to a server, and return its judgement. Raises RuntimeError if AIPerf fails."""
     artifacts = tool.scratch / "artifacts"
     common = ["--model", model, "--url", url, "--endpoint-type", "completions", "--streaming", "--tokenizer", TOKENIZER]
     common += ["--extra-inputs", '{"temperature": 0, "ignore_eos": true}', "--use-server-token-count"]
@@ -26,7 +26,7 @@ def measure(tool: OfflineTool, workload: Workload, url: str, model: str) -> Verd
     common += ["--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"]
     tool.run("aiperf", "profile", *common, *_load(tool, workload))
     records = [json.loads(line) for line in (artifacts / RECORDS).read_text().splitlines()]
-    return verdict(json.loads((artifacts / SUMMARY).read_text()), records)
+    return judgement(json.loads((artifacts / SUMMARY).read_text()), records)
 
 
 def _load(tool: OfflineTool, workload: Workload) -> list[str]:
@@ -40,10 +40,10 @@ def _load(tool: OfflineTool, workload: Workload) -> list[str]:
     return ["--input-file", str(trace), *kind, "--fixed-schedule"]
 
 
-def verdict(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Return the verdict of AIPerf's summary and its records of single requests."""
+def judgement(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Judgement:
+    """Return the judgement of AIPerf's summary and its records of single requests."""
     first = summary["time_to_first_token"]
-    figures = Figures(
+    figures = RunFigures(
         requests=round(summary["request_count"]["avg"]),
         failed=round((summary.get("error_request_count") or {"avg": 0})["avg"]),
         request_rate=summary["request_throughput"]["avg"],
@@ -55,4 +55,4 @@ def verdict(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
         latency_mean_ms=summary["request_latency"]["avg"],
     )
     sent = [(one["metadata"]["request_start_ns"] / 1e9, one["payload"]) for one in records]
-    return Verdict(figures, in_order(sent))
+    return Judgement(figures, in_order(sent))

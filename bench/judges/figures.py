@@ -10,8 +10,8 @@ AGREEMENT = 0.05  # our own figures should differ from a judge's by at most this
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of one run. Latencies are in milliseconds, and rates are per second.
+class RunFigures:
+    """RunFigures of one run. Latencies are in milliseconds, and rates are per second.
 
     The gap is the mean time between tokens of a request after its first token, averaged over the requests.
     """
@@ -26,7 +26,7 @@ class Figures:
     gap_mean_ms: float
     latency_mean_ms: float
 
-    def difference_to(self, other: Figures) -> dict[str, float]:
+    def difference_to(self, other: RunFigures) -> dict[str, float]:
         """Return by how much each rate and mean of these figures differs from the other's, as a share."""
         names = ("request_rate", "token_rate", "first_mean_ms", "gap_mean_ms", "latency_mean_ms")
         return {name: getattr(self, name) / getattr(other, name) - 1 for name in names}
@@ -41,10 +41,10 @@ class SentRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """A judge's figures for a run, and the requests that the judge sent, in order."""
 
-    figures: Figures
+    figures: RunFigures
     sent: Sequence[SentRequest]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cellama.bench.peers.offline_tools import TOKENIZER, OfflineTool
 
-from .figures import Figures, Verdict, in_order
+from .figures import Judgement, RunFigures, in_order
 from .workloads import BLOCK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Workload
 
 NAME = "guidellm"
@@ -16,12 +16,12 @@ PACKAGES = ("guidellm==0.8.1", "torch==2.13.0")  # guidellm needs PyTorch for it
 REPORT = "guidellm.json"
 
 
-def measure(tool: OfflineTool, workload: Workload, url: str, model: str) -> Verdict:
-    """Let GuideLLM send a workload to a server, and return its verdict. Raises RuntimeError if GuideLLM fails."""
+def measure(tool: OfflineTool, workload: Workload, url: str, model: str) -> Judgement:
+    """Let GuideLLM send a workload to a server, and return its judgement. Raises RuntimeError if GuideLLM fails."""
     config = tool.scratch / "guidellm_config.json"
     config.write_text(json.dumps({"spec": _spec(tool.scratch, workload, url, model)}))
     tool.run("guidellm", "run", "--config", str(config), "--disable-console-interactive")
-    return verdict(json.loads((tool.scratch / REPORT).read_text()))
+    return judgement(json.loads((tool.scratch / REPORT).read_text()))
 
 
 def _spec(folder: Path, workload: Workload, url: str, model: str) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _spec(folder: Path, workload: Workload, url: str, model: str) -> dict[str, A
     return {**spec, "data": [data], "profile": {"kind": "replay"}}
 
 
-def verdict(report: dict[str, Any]) -> Verdict:
-    """Return the verdict of a report with one benchmark."""
+def judgement(report: dict[str, Any]) -> Judgement:
+    """Return the judgement of a report with one benchmark."""
     [benchmark] = report["benchmarks"]
     metrics, requests = benchmark["metrics"], benchmark["requests"]
 
@@ -59,7 +59,7 @@ def verdict(report: dict[str, Any]) -> Verdict:
         return found
 
     first = summary("time_to_first_token_ms")
-    figures = Figures(
+    figures = RunFigures(
         requests=len(requests["successful"]),
         failed=len(requests["errored"]) + len(requests["incomplete"]),
         request_rate=summary("requests_per_second")["mean"],
@@ -72,4 +72,4 @@ def verdict(report: dict[str, Any]) -> Verdict:
     )
     starts = [one["info"]["timings"]["request_start"] for one in requests["successful"]]
     bodies = [json.loads(one["request_args"])["body"] for one in requests["successful"]]
-    return Verdict(figures, in_order(list(zip(starts, bodies, strict=True))))
+    return Judgement(figures, in_order(list(zip(starts, bodies, strict=True))))

@@ -13,7 +13,7 @@ from typing import Any
 from cellama.bench.harness.engines import percentile
 from cellama.bench.peers.http_client import openai_events
 
-from .figures import Figures, SentRequest
+from .figures import RunFigures, SentRequest
 
 PATH = "/v1/completions"
 
@@ -39,7 +39,7 @@ class _Reading:
         return (self.pieces[-1] - self.asked) * 1e3
 
 
-async def measure(port: int, sent: Sequence[SentRequest], concurrency: int) -> Figures:
+async def measure(port: int, sent: Sequence[SentRequest], concurrency: int) -> RunFigures:
     """Send the same bodies at the same times, or one after another from a number of concurrent callers.
 
     Times count if `concurrency` is 0. Raises RuntimeError if a request fails.
@@ -73,10 +73,10 @@ async def _send(port: int, body: dict[str, Any]) -> _Reading:
     return reading
 
 
-def _figures(found: Sequence[_Reading]) -> Figures:
+def _figures(found: Sequence[_Reading]) -> RunFigures:
     seconds = max(each.pieces[-1] for each in found) - min(each.asked for each in found)
     firsts = [each.first_ms for each in found]
-    return Figures(
+    return RunFigures(
         requests=len(found),
         failed=0,
         request_rate=len(found) / seconds,

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cellama.bench.harness.engines import FIRST_WORD, LAST_WORD
@@ -27,7 +27,7 @@ MARGIN_TOKENS = 128  # a prompt that a judge generates can have more tokens than
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """A request of a trace, in the format of Mooncake's traces. The timestamp is in milliseconds."""
 
     timestamp: int
@@ -43,7 +43,7 @@ class Workload:
     name: str
     num_requests: int
     concurrency: int = 0  # 0 for a trace
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TraceRow, ...] = ()
 
     @property
     def has_blocks(self) -> bool:
@@ -73,7 +73,7 @@ def mooncake(num_requests: int, per_s: float, seed: int) -> Workload:
             is_full = turn.num_prompt % BLOCK == 0
             hash_ids = tuple(blocks) if is_full else (*blocks[:-1], next(partial))
             length = math.ceil(turn.num_prompt / MOONCAKE_SCALE)
-            rows.append(Row(round(now * 1e3), length, _completion(turn.num_new, MOONCAKE_NEW_SCALE), hash_ids))
+            rows.append(TraceRow(round(now * 1e3), length, _completion(turn.num_new, MOONCAKE_NEW_SCALE), hash_ids))
     return _trace("Mooncake conversations", rows)
 
 
@@ -83,7 +83,7 @@ def azure(num_requests: int, per_s: float, seed: int) -> Workload:
     for session in single_requests(azure_conversation, num_requests, per_s, seed):
         [turn] = session.turns
         length = math.ceil(turn.num_prompt / AZURE_SCALE)
-        rows.append(Row(round(session.at * 1e3), length, _completion(turn.num_new, AZURE_SCALE), ()))
+        rows.append(TraceRow(round(session.at * 1e3), length, _completion(turn.num_new, AZURE_SCALE), ()))
     return _trace("Azure conversations", rows)
 
 
@@ -94,18 +94,18 @@ def _completion(num_new: int, scale: int) -> int:
     return max(2, round(num_new / scale))  # there is no gap between tokens without a second token
 
 
-def _trace(name: str, rows: Sequence[Row]) -> Workload:
+def _trace(name: str, rows: Sequence[TraceRow]) -> Workload:
     """Return a workload whose first request is at 0, without the requests that don't fit into a slot's context."""
     fitting = [row for row in rows if row.input_length + row.output_length + MARGIN_TOKENS <= CONTEXT_TOKENS]
     fitting.sort(key=lambda row: row.timestamp)
     start = fitting[0].timestamp
-    shifted = tuple(Row(row.timestamp - start, row.input_length, row.output_length, row.hash_ids) for row in fitting)
+    shifted = tuple(replace(row, timestamp=row.timestamp - start) for row in fitting)
     return Workload(name, len(shifted), rows=shifted)
 
 
 def saturating(workload: Workload, count: int) -> Workload:
     """Return synthetic text as rows that all arrive at once, for our own client."""
-    row = Row(0, PROMPT_TOKENS, NEW_TOKENS, ())
+    row = TraceRow(0, PROMPT_TOKENS, NEW_TOKENS, ())
     return Workload(workload.name, count, workload.concurrency, (row,) * count)
 
 
