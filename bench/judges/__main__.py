@@ -58,7 +58,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
     path = TINY_PATH if args.short else padded_model()
     own = {key: value for key, value in vars(args).items() if key not in ("minutes", "save", "again", "judges")}
-    loads = [*(f"{SYNTHETIC}{count}" for count in args.callers), *TRACES]
+    loads = [*TRACES, *(f"{SYNTHETIC}{count}" for count in args.callers)]
     state = FinishedParts(FOLDER / ("short" if args.short else "full"), own, again=args.again)
     with tempfile.TemporaryDirectory() as name:
         tools = {
@@ -84,8 +84,8 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--judges", nargs="+", choices=list(JUDGES), default=list(JUDGES), help="judges to run")
     add("--short", action="store_true", help="a quick run with the bundled model, whose figures mean little")
-    add("--callers", type=int, nargs="+", default=[1, 4, 8], help="numbers of concurrent callers of synthetic text")
-    add("--seconds", type=float, default=30.0, help="approximate duration of each run in seconds")
+    add("--callers", type=int, nargs="+", default=[8, 1, 4], help="numbers of concurrent callers of synthetic text")
+    add("--seconds", type=float, default=20.0, help="approximate duration of each run in seconds")
     add("--slots", type=int, default=8, help="number of slots of both servers")
     add("--threads", type=int, default=max(1, CORES - 1), help="number of threads of both servers")
     add("--load", type=float, default=0.6, help="arrival rate of the traces, relative to the capacity of the server")
@@ -165,7 +165,7 @@ def _capacity(load: str, path: Path, args: argparse.Namespace) -> float:
     ]
     with _serving(CELLAMA, path, args) as port:
         assert port is not None
-        rate = asyncio.run(ours.measure(port, sent, shape.concurrency or args.slots)).request_rate
+        rate = asyncio.run(ours.measure(port, sent, shape.concurrency or args.slots, aiperf.DEFINITIONS)).request_rate
     print(f"{load}: {rate:.2f} requests per second", flush=True)
     return rate
 
@@ -182,7 +182,8 @@ def _part(
             judgement = JUDGES[judge].measure(tool, workload, f"http://127.0.0.1:{port}", MODEL)
         with _serving(who, path, args) as port:
             assert port is not None
-            own = asyncio.run(ours.measure(port, judgement.sent, workload.concurrency))
+            definitions = JUDGES[judge].DEFINITIONS
+            own = asyncio.run(ours.measure(port, judgement.sent, workload.concurrency, definitions))
         for client, figures in ((judge, judgement.figures), (OWN, own)):
             rows.append({"workload": workload.name, "judge": judge, "server": who, "client": client, **asdict(figures)})
             print(rows[-1], flush=True)

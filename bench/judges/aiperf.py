@@ -9,11 +9,12 @@ from typing import Any
 from cellama.bench.peers.aiperf import VERSION
 from cellama.bench.peers.offline_tools import TOKENIZER, OfflineTool
 
-from .figures import Judgement, RunFigures, in_order
+from .figures import Definitions, Judgement, RunFigures, in_order
 from .workloads import BLOCK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Workload
 
 NAME = "aiperf"
 PACKAGES = (f"aiperf=={VERSION}",)
+DEFINITIONS = Definitions(weighs_gaps=False, waits_for_end=False)
 SUMMARY, RECORDS = "profile_export_aiperf.json", "profile_export_raw.jsonl"
 
 
@@ -22,6 +23,7 @@ def measure(tool: OfflineTool, workload: Workload, url: str, model: str) -> Judg
     artifacts = tool.scratch / "artifacts"
     common = ["--model", model, "--url", url, "--endpoint-type", "completions", "--streaming", "--tokenizer", TOKENIZER]
     common += ["--extra-inputs", '{"temperature": 0, "ignore_eos": true}', "--use-server-token-count"]
+    common += ["--connection-reuse-strategy", "never"]  # llama-server closes idle connections
     common += ["--output-artifact-dir", str(artifacts), "--export-level", "raw"]
     common += ["--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"]
     tool.run("aiperf", "profile", *common, *_load(tool, workload))

@@ -11,9 +11,10 @@ AGREEMENT = 0.05  # our own figures should differ from a judge's by at most this
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """RunFigures of one run. Latencies are in milliseconds, and rates are per second.
+    """The figures of one run. Latencies are in milliseconds, and rates are per second.
 
-    The gap is the mean time between tokens of a request after its first token, averaged over the requests.
+    The gap is the mean time between tokens of a request after its first token. The judge defines the
+    mean over the requests, and when a request ends (see Definitions).
     """
 
     requests: int
@@ -28,8 +29,16 @@ class RunFigures:
 
     def difference_to(self, other: RunFigures) -> dict[str, float]:
         """Return by how much each rate and mean of these figures differs from the other's, as a share."""
-        names = ("request_rate", "token_rate", "first_mean_ms", "gap_mean_ms", "latency_mean_ms")
+        names = ("token_rate", "first_mean_ms", "gap_mean_ms", "latency_mean_ms")
         return {name: getattr(self, name) / getattr(other, name) - 1 for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Definitions:
+    """How a judge defines its figures."""
+
+    weighs_gaps: bool  # whether a request's gap counts as often as the request has gaps
+    waits_for_end: bool  # whether a request ends with its stream, or with its last token
 
 
 @dataclass(frozen=True, slots=True)

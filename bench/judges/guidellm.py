@@ -8,11 +8,12 @@ from typing import Any
 
 from cellama.bench.peers.offline_tools import TOKENIZER, OfflineTool
 
-from .figures import Judgement, RunFigures, in_order
+from .figures import Definitions, Judgement, RunFigures, in_order
 from .workloads import BLOCK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, Workload
 
 NAME = "guidellm"
 PACKAGES = ("guidellm==0.8.1", "torch==2.13.0")  # guidellm needs PyTorch for its data loader
+DEFINITIONS = Definitions(weighs_gaps=True, waits_for_end=True)
 REPORT = "guidellm.json"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from cellama.bench.harness.engines import percentile
 from cellama.bench.peers.http_client import openai_events
 
-from .figures import RunFigures, SentRequest
+from .figures import Definitions, RunFigures, SentRequest
 
 PATH = "/v1/completions"
 
@@ -25,6 +25,7 @@ class _Reading:
     asked: float = field(default_factory=time.monotonic)
     pieces: list[float] = field(default_factory=list)
     num_new: int = 0
+    ended: float = 0.0  # end of the stream
 
     @property
     def first_ms(self) -> float:
@@ -34,15 +35,12 @@ class _Reading:
     def gap_ms(self) -> float:
         return (self.pieces[-1] - self.pieces[0]) * 1e3 / (self.num_new - 1)
 
-    @property
-    def latency_ms(self) -> float:
-        return (self.pieces[-1] - self.asked) * 1e3
 
-
-async def measure(port: int, sent: Sequence[SentRequest], concurrency: int) -> RunFigures:
+async def measure(port: int, sent: Sequence[SentRequest], concurrency: int, definitions: Definitions) -> RunFigures:
     """Send the same bodies at the same times, or one after another from a number of concurrent callers.
 
-    Times count if `concurrency` is 0. Raises RuntimeError if a request fails.
+    Times count if `concurrency` is 0. A request without text has failed. Raises RuntimeError if the server reports an
+    error.
     """
     started = time.monotonic()
     if concurrency:
@@ -60,7 +58,7 @@ async def measure(port: int, sent: Sequence[SentRequest], concurrency: int) -> R
             return await _send(port, request.body)
 
         found = list(await asyncio.gather(*map(arrive, sent)))
-    return _figures(found)
+    return _figures(found, definitions)
 
 
 async def _send(port: int, body: dict[str, Any]) -> _Reading:
@@ -70,20 +68,25 @@ async def _send(port: int, body: dict[str, Any]) -> _Reading:
             reading.pieces.append(time.monotonic())
         if usage := event.get("usage"):
             reading.num_new = usage["completion_tokens"]
+    reading.ended = time.monotonic()
     return reading
 
 
-def _figures(found: Sequence[_Reading]) -> RunFigures:
-    seconds = max(each.pieces[-1] for each in found) - min(each.asked for each in found)
+def _figures(found: Sequence[_Reading], definitions: Definitions) -> RunFigures:
+    num_failed = sum(not each.pieces for each in found)
+    found = [each for each in found if each.pieces]
+    ends = [each.ended if definitions.waits_for_end else each.pieces[-1] for each in found]
+    seconds = max(ends) - min(each.asked for each in found)
+    gaps = [(each.gap_ms, each.num_new - 1 if definitions.weighs_gaps else 1) for each in found if each.num_new > 1]
     firsts = [each.first_ms for each in found]
     return RunFigures(
         requests=len(found),
-        failed=0,
+        failed=num_failed,
         request_rate=len(found) / seconds,
         token_rate=sum(each.num_new for each in found) / seconds,
         first_mean_ms=mean(firsts),
         first_p50_ms=median(firsts),
         first_p95_ms=percentile(firsts, 0.95),
-        gap_mean_ms=mean(each.gap_ms for each in found if each.num_new > 1),
-        latency_mean_ms=mean(each.latency_ms for each in found),
+        gap_mean_ms=sum(gap * weight for gap, weight in gaps) / sum(weight for _, weight in gaps),
+        latency_mean_ms=mean((end - each.asked) * 1e3 for end, each in zip(ends, found, strict=True)),
     )

@@ -65,7 +65,7 @@ def mooncake(num_requests: int, per_s: float, seed: int) -> Workload:
     """Return requests in the shape of Mooncake's conversation trace, with `per_s` requests per second on average."""
     rows = []
     partial = itertools.count(1 << 20)  # numbers of last blocks, which no other prompt shares unless they are full
-    for session in conversations(num_requests, per_s, seed):
+    for session in conversations(2 * num_requests, per_s, seed):  # the last turns of these sessions are too late
         now, blocks = session.at, list[int]()
         for turn in session.turns:
             now += turn.think_s / MOONCAKE_SCALE
@@ -74,17 +74,17 @@ def mooncake(num_requests: int, per_s: float, seed: int) -> Workload:
             hash_ids = tuple(blocks) if is_full else (*blocks[:-1], next(partial))
             length = math.ceil(turn.num_prompt / MOONCAKE_SCALE)
             rows.append(TraceRow(round(now * 1e3), length, _completion(turn.num_new, MOONCAKE_NEW_SCALE), hash_ids))
-    return _trace("Mooncake conversations", rows)
+    return _trace("Mooncake conversations", rows, num_requests)
 
 
 def azure(num_requests: int, per_s: float, seed: int) -> Workload:
     """Return requests in the shape of Azure's conversation trace, with `per_s` requests per second on average."""
     rows = []
-    for session in single_requests(azure_conversation, num_requests, per_s, seed):
+    for session in single_requests(azure_conversation, 2 * num_requests, per_s, seed):
         [turn] = session.turns
         length = math.ceil(turn.num_prompt / AZURE_SCALE)
         rows.append(TraceRow(round(session.at * 1e3), length, _completion(turn.num_new, AZURE_SCALE), ()))
-    return _trace("Azure conversations", rows)
+    return _trace("Azure conversations", rows, num_requests)
 
 
 TRACES = {"azure": azure, "mooncake": mooncake}
@@ -94,10 +94,10 @@ def _completion(num_new: int, scale: int) -> int:
     return max(2, round(num_new / scale))  # there is no gap between tokens without a second token
 
 
-def _trace(name: str, rows: Sequence[TraceRow]) -> Workload:
-    """Return a workload whose first request is at 0, without the requests that don't fit into a slot's context."""
+def _trace(name: str, rows: Sequence[TraceRow], num_requests: int) -> Workload:
+    """Return the first requests that fit into a slot's context. The first one arrives at 0."""
     fitting = [row for row in rows if row.input_length + row.output_length + MARGIN_TOKENS <= CONTEXT_TOKENS]
-    fitting.sort(key=lambda row: row.timestamp)
+    fitting = sorted(fitting, key=lambda row: row.timestamp)[:num_requests]
     start = fitting[0].timestamp
     shifted = tuple(replace(row, timestamp=row.timestamp - start) for row in fitting)
     return Workload(name, len(shifted), rows=shifted)
