@@ -59,7 +59,8 @@ def main() -> int:
     path = TINY_PATH if args.short else padded_model()
     own = {key: value for key, value in vars(args).items() if key not in ("minutes", "save", "again", "judges")}
     loads = [*TRACES, *(f"{SYNTHETIC}{count}" for count in args.callers)]
-    state = FinishedParts(FOLDER / ("short" if args.short else "full"), own, again=args.again)
+    kept = {key: value for key, value in own.items() if key != "callers"}  # each part has its own number of callers
+    state = FinishedParts(FOLDER / ("short" if args.short else "full"), kept, again=args.again)
     with tempfile.TemporaryDirectory() as name:
         tools = {
             judge: OfflineTool.installed(FOLDER / judge, JUDGES[judge].PACKAGES, Path(name), path)
@@ -155,10 +156,11 @@ def _workload(load: str, path: Path, args: argparse.Namespace, state: FinishedPa
 def _capacity(load: str, path: Path, args: argparse.Namespace) -> float:
     """Return the requests per second of a load that cellama completes if all of its callers or slots are busy."""
     if load in TRACES:
-        shape = TRACES[load](CAPACITY_REQUESTS, 1.0, args.seed + 1)
+        shape = TRACES[load](CAPACITY_REQUESTS, 1.0, args.seed)  # the first requests of the workload
     else:
         shape = saturating(synthetic(int(load.removeprefix(SYNTHETIC)), 0), CAPACITY_REQUESTS)
-    common = {"model": MODEL, "temperature": 0, "ignore_eos": True, "stream": True}
+    common: dict[str, Any] = {"model": MODEL, "temperature": 0, "ignore_eos": True, "stream": True}
+    common["stream_options"] = {"include_usage": True}
     sent = [
         SentRequest(0.0, {**common, "prompt": prompt, "max_tokens": row.output_length})
         for prompt, row in zip(prompts(shape), shape.rows, strict=True)

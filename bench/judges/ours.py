@@ -39,8 +39,8 @@ class _Reading:
 async def measure(port: int, sent: Sequence[SentRequest], concurrency: int, definitions: Definitions) -> RunFigures:
     """Send the same bodies at the same times, or one after another from a number of concurrent callers.
 
-    Times count if `concurrency` is 0. A request without text has failed. Raises RuntimeError if the server reports an
-    error.
+    Times count if `concurrency` is 0. A request without text has failed. The bodies ask for
+    the token usage. Raises RuntimeError if the server reports an error.
     """
     started = time.monotonic()
     if concurrency:
@@ -63,7 +63,7 @@ async def measure(port: int, sent: Sequence[SentRequest], concurrency: int, defi
 
 async def _send(port: int, body: dict[str, Any]) -> _Reading:
     reading = _Reading()
-    async for event in openai_events(port, PATH, {**body, "stream_options": {"include_usage": True}}):
+    async for event in openai_events(port, PATH, body):
         if any(choice.get("text") for choice in event["choices"]):
             reading.pieces.append(time.monotonic())
         if usage := event.get("usage"):
