@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test thorough producers clients devices charts check docs bench clean
+.PHONY: help demo test thorough producers clients devices charts check docs bench judge clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -50,6 +50,10 @@ docs: $(VENV)/.dev ## Build the site of docs/ into build/site; a dead link is an
 
 bench: $(VENV)/.dev ## A short form of every benchmark, in under 10 minutes; bench/README.md has the peers
 	$(BIN)/cellama bench all --short
+
+# Installs GuideLLM and AIPerf in the first run. ARGUMENTS=--short is a quick run with the bundled model.
+judge: $(VENV)/.dev ## Let GuideLLM and AIPerf measure the gateway and llama-server, in about 40 minutes
+	$(BIN)/python -m cellama.bench.judges $(ARGUMENTS)
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

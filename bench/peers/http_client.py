@@ -68,6 +68,25 @@ async def complete(
     return last
 
 
+async def openai_events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a streamed reply of an OpenAI-compatible API.
+
+    Raises Refused, and RuntimeError if the server reports an error or stops early.
+    """
+    is_finished = False
+    async with _post(port, path, body) as reader:
+        while raw := await reader.readline():  # lines with the sizes of chunks do not begin with `data: `
+            if raw.startswith(b"data: [DONE]") and is_finished:
+                return
+            if raw.startswith(b"data: {"):
+                event = json.loads(raw[6:])
+                if "error" in event:
+                    raise RuntimeError(f"the stream failed: {event}")
+                is_finished |= any(choice.get("finish_reason") for choice in event["choices"])
+                yield event
+    raise RuntimeError("a stream ended early")
+
+
 async def complete_openai(
     port: int, model: str, prompt: str | Sequence[int], num_new: int, note: Callable[[], None], **params: Any
 ) -> tuple[str, str]:
@@ -76,20 +95,12 @@ async def complete_openai(
     `params` are further parameters of the request. Raises Refused, and RuntimeError if the server stops early.
     """
     body = {"model": model, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "stream": True, **params}
-    identity, is_finished = "", False
+    identity = ""
     texts: list[str] = []
-    async with _post(port, "/v1/completions", body) as reader:
-        while raw := await reader.readline():  # lines with the sizes of chunks do not begin with `data: `
-            if raw.startswith(b"data: [DONE]") and is_finished:
-                return identity, "".join(texts)
-            if raw.startswith(b"data: {"):
-                event = json.loads(raw[6:])
-                if "error" in event:
-                    raise RuntimeError(f"the stream failed: {event}")
-                identity = event["id"]
-                for choice in event["choices"]:
-                    is_finished |= bool(choice.get("finish_reason"))
-                    if choice["text"]:
-                        texts.append(choice["text"])
-                        note()
-    raise RuntimeError(f"a stream ended early after {len(texts)} pieces of text")
+    async for event in openai_events(port, "/v1/completions", body):
+        identity = event["id"]
+        for choice in event["choices"]:
+            if choice["text"]:
+                texts.append(choice["text"])
+                note()
+    return identity, "".join(texts)

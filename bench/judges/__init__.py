@@ -1,0 +1,1 @@
+"""Other projects' load generators, unmodified, measure cellama's gateway and llama-server (`make judge`)."""
