@@ -52,6 +52,7 @@ WORDS = (
 NUM_SPECIAL = 2  # tokens that BERT adds to each text
 PER_JOB = 64  # texts per job
 PATIENCE_S = 600.0
+WARM_UP_TOKENS = 4096  # enough to choose a library's batch size and to compare vectors
 TARGETS = {"cosine": ">= 0.9999", "jobs over": ">= 0.95", f"over {SERVER}": ">= 2", "over the fastest": ">= 1"}
 _BATCH = [sys.executable, "-c", "from cellama.api.cli import main; main()", "batch", "run"]
 
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> Report:
         peers = _libraries(libraries, environments, args.threads, scratch, stack)
         for length in args.lengths:
             texts = _texts(max(1, args.tokens // length), length)
-            found = _measure({**ways, **{name: peer.embed for name, peer in peers.items()}}, peers, texts, args.rounds)
+            every = {**ways, **{name: peer.embed for name, peer in peers.items()}}
+            found = _measure(every, peers, texts, length, args.rounds)
             rows += [{"tokens": length, "texts": len(texts), "who": name, **row} for name, row in found.items()]
             ratios |= _ratios(length, found)
     targets = {key: next(target for part, target in TARGETS.items() if part in key) for key in ratios}
@@ -182,15 +184,16 @@ def _batch(source: Path, target: Path, *options: str) -> float:
 
 
 def _measure(
-    ways: dict[str, Embed], peers: dict[str, Library], texts: Sequence[str], rounds: int
+    ways: dict[str, Embed], peers: dict[str, Library], texts: Sequence[str], length: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return each variant's rate, and the least cosine similarity of its vectors to the reference.
 
     The last library's vectors are the reference, or the engine's vectors if there is no library.
     """
     vectors: dict[str, Vectors] = {}
-    for name, embed in ways.items():  # warm up
-        _, vectors[name] = peers[name].embed(texts, choose=True) if name in peers else embed(texts)
+    some = texts[: max(1, WARM_UP_TOKENS // length)]
+    for name, embed in ways.items():
+        _, vectors[name] = peers[name].embed(some, choose=True) if name in peers else embed(some)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, embed in ways.items():
