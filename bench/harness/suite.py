@@ -120,6 +120,11 @@ BENCHMARKS = {
         "very small jobs, against no-op tasks of plain Celery",
         "--jobs 100 --rounds 1 --slots 8",
     ),
+    "embeddings": Benchmark(
+        "service",
+        "embeddings of MiniLM through the queue and from file to file, against fastembed and sentence-transformers",
+        "--lengths 8 64 --tokens 512 --rounds 1 --libraries",
+    ),
     "urgent": Benchmark(
         "service",
         "an urgent job while bulk jobs fill the worker and the queue",

@@ -32,6 +32,7 @@ SMALL = {  # except `clients`, which tests/integration/gateway/test_structured_c
     "--threads 1",
     "enqueue": "--jobs 50 --threads 2 --rounds 1",
     "small_jobs": "--jobs 20 --rounds 1 --slots 2",
+    "embeddings": "--lengths 8 32 --tokens 256 --rounds 1 --threads 1",
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
     "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.1",
     "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
@@ -77,6 +78,10 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     if name == "urgent":
         assert report["ratios"]["bulk finished"] == 1
         assert {"busy over idle", "busy over idle, p95", "bulk rate kept"} <= report["ratios"].keys()
+    if name == "embeddings":
+        ours = {"engine", "jobs", "file to file, JSONL", "file to file, Parquet"}
+        assert ours <= {row["who"] for row in report["rows"]}
+        assert all(row["cosine"] > 0.999 for row in report["rows"])
     if name == "storm":
         assert [row["errors"] for row in report["rows"]] == [0, 0]
     if name == "kept_states":
