@@ -164,6 +164,10 @@ class EngineCore:
             self.scheduler.commit(work)
             if work.chunk.decode and len(work.chunk.tokens) > 1:
                 self.drafting.begin_verifying(work)
+        if len(computed.works) > 1:
+            self._backend.presample(
+                [(sequence.sampler, chunk.slot) for sequence, chunk in computed.works if chunk.samples]
+            )
         for sequence, chunk in computed.works:
             sequence.failures_alone = 0
             if chunk.samples and sequence.slot is not None:  # it may have ended with another sequence of its request
