@@ -199,13 +199,15 @@ class LlamaBackend:
         batch = self._batch
         batch.clear()
         self._outputs.clear()
-        num_rows = sum([1 + chunk.num_drafts for chunk in chunks if chunk.samples])
+        num_rows, slots = 0, list[tuple[int, int]]()
+        for slot, position, tokens, samples, is_decode, num_drafts in chunks:
+            last = batch.add(slot, position, tokens)
+            if samples:
+                batch.request_outputs(last + 1 - len(tokens) if is_decode else last, 1 + num_drafts)
+                num_rows += 1 + num_drafts
+                slots.append((slot, 1 + num_drafts))
         if num_rows > self._max_rows:  # llama.cpp would abort the process
             raise ValueError(f"the batch has {num_rows} rows of logits, but the context has only {self._max_rows}")
-        for chunk in chunks:
-            last = batch.add(chunk.slot, chunk.position, chunk.tokens)
-            if chunk.samples:
-                batch.request_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
         if adapters == self._adapters:
             code = self._call_decode()
         else:  # the first decode call with other adapters builds a new graph, which reads the list of adapters
@@ -213,13 +215,15 @@ class LlamaBackend:
                 self._set_adapters(adapters)
                 code = self._call_decode()
         # A GPU can still be computing when llama_decode returns. The scheduler needs the time of the whole computation.
-        lib.llama_synchronize(self.context)
+        if slots and not code:
+            self._outputs.set_slots(slots)  # waits, too
+        else:
+            lib.llama_synchronize(self.context)
         self._abort.clear()
         if code != -1:  # with -1, llama.cpp has not started to decode
             self._copied_slots.clear()
         if code:
             raise DecodeError(code)
-        self._outputs.set_slots([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
 
     def _call_decode(self) -> int:
         return llama_log.call_abortable(
@@ -482,6 +486,9 @@ class TokenBatch:
         # seq_id is an array of pointers, each to a block of its own. Let them point into one contiguous array instead.
         self._slots: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         base, size = self._slots.ctypes.data, self._slots.itemsize
+        # The same arrays. Assigning an item of a memoryview is much faster than assigning a slice.
+        arrays = (self._tokens, "i"), (self._positions, "i"), (self._slots, "i"), (self._outputs, "b")
+        self._items = [memoryview(array).cast("B").cast(kind) for array, kind in arrays]
         self._allocated_pointers = [ctypes.cast(self.batch.seq_id[i], ctypes.c_void_p).value for i in range(capacity)]
         pointers = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
         for i in range(capacity):
@@ -497,16 +504,24 @@ class TokenBatch:
         end = start + len(tokens)
         if end > self._capacity:  # llama.cpp would abort the process
             raise ValueError(f"the batch has {end} tokens, but the capacity is only {self._capacity}")
+        self.batch.n_tokens = end
+        if end - start == 1:  # most chunks
+            token_item, position_item, slot_item, output_item = self._items
+            token_item[start], position_item[start] = tokens[0], position
+            slot_item[start], output_item[start] = slot, all_outputs
+            return start
         self._tokens[start:end] = tokens
         self._positions[start:end] = np.arange(position, position + len(tokens))
         self._slots[start:end] = slot
         self._outputs[start:end] = all_outputs
-        self.batch.n_tokens = end
         return end - 1
 
     def request_outputs(self, index: int, count: int) -> None:
         """Request logits for `count` tokens in the batch, starting at `index`."""
-        self._outputs[index : index + count] = 1
+        if count == 1:
+            self._items[3][index] = 1
+        else:
+            self._outputs[index : index + count] = 1
 
     def close(self) -> None:
         """Restore the pointers that llama.cpp allocated, and free the batch."""
@@ -568,12 +583,10 @@ class Outputs:
         self._first_rows, self._likeliest = {}, None
 
     def set_slots(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Assign the rows of a decode call to slots.
+        """Wait until the decode call has computed its rows, and assign the rows to slots.
 
         `slots` contains pairs of a slot and its number of rows, in the order of the rows.
         """
-        if not slots:
-            return
         address = _logits_address(self._context)
         if (
             address not in self._addresses

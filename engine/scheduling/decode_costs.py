@@ -8,6 +8,7 @@ about the machine.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -108,11 +109,12 @@ class DecodeCosts:
         duration is attributed to these sizes.
         """
         self._num_calls += 1
-        total_s = sum([self.expected(rows) for rows in pass_rows])
+        expected_s = [self.expected(rows) for rows in pass_rows]
+        total_s = sum(expected_s)
         part_of: dict[int, float] = {}  # share of the call, by size
-        for rows in pass_rows:
+        for rows, pass_s in zip(pass_rows, expected_s, strict=True):
             for size, share in _between(rows):
-                part_of[size] = part_of.get(size, 0.0) + share * self.expected(rows) / total_s
+                part_of[size] = part_of.get(size, 0.0) + share * pass_s / total_s
         ratio = max(seconds, MIN_CALL_S) / total_s
         if new := part_of.keys() - self._sizes.keys():
             new_share = sum([part_of[size] for size in new])
@@ -123,7 +125,7 @@ class DecodeCosts:
             self._ordered = sorted(self._sizes)
             return
         ratio = min(ratio, MAX_RATIO)
-        if all(self._sizes[size].num_measured >= TRUSTED for size in part_of):
+        if all([self._sizes[size].num_measured >= TRUSTED for size in part_of]):
             common = ratio**COMMON
             self._slowness *= 1 + (common - 1) * WEIGHT
             ratio /= common
@@ -145,14 +147,15 @@ class DecodeCosts:
         size.measured_at += (self._num_calls - size.measured_at) * share
 
 
-def _between(rows: int) -> list[tuple[int, float]]:
-    """Return the nearest sizes, each with its weight for interpolation, such as [(4, 0.5), (6, 0.5)] for 5 rows."""
+@functools.cache
+def _between(rows: int) -> tuple[tuple[int, float], ...]:
+    """Return the nearest sizes, each with its weight for interpolation, such as ((4, 0.5), (6, 0.5)) for 5 rows."""
     power = 1 << (rows.bit_length() - 1)  # sizes are powers of two, and 1.5 times these: 2, 3, 4, 6, 8, 12 …
     low, high = (power, power * 3 // 2) if 2 * rows < 3 * power or power == 1 else (power * 3 // 2, 2 * power)
     if rows == low:
-        return [(low, 1.0)]
+        return ((low, 1.0),)
     share = (rows - low) / (high - low)
-    return [(low, 1.0 - share), (high, share)]
+    return (low, 1.0 - share), (high, share)
 
 
 class MoveCosts:

@@ -103,6 +103,13 @@ class Strategy(ABC):
         Prefilling slots should be served in the order of `slots`. A prefill chunk has at most `chunk_size` tokens.
         """
 
+    def decodes_all(self, *, is_interactive: bool) -> bool:
+        """Return whether the step decodes all slots, if all of them are decoding and belong to the same class.
+
+        Only the built-in strategies are asked, instead of `build_batch`, because most steps are of this kind.
+        """
+        return True
+
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
         """Learn from a step, given the number of tokens in its batch and the duration of its decode calls.
 
@@ -320,6 +327,11 @@ class BulkRows:
         self._num_rows, self._num_bulk = len(rows), len(bulk)
         return rows
 
+    def skip(self) -> None:
+        """Record that the next step has no bulk rows."""
+        self._steps_since_far += 1
+        self._num_rows, self._num_bulk, self._is_far = 0, 0, False
+
     def observe(self, seconds: float) -> None:
         """Learn from the duration of a step that decoded the last chosen rows without any prefill."""
         if not self._num_rows:
@@ -388,6 +400,13 @@ class Adaptive(Strategy):
         if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._tokens_in(MIXED_STEP_S))
         return decode_first([*decoding, *prompts], budget, chunk_size)
+
+    def decodes_all(self, *, is_interactive: bool) -> bool:
+        self._kind = StepKind.BULK
+        if is_interactive:
+            self._quiet_s, self._kind = 0.0, StepKind.DECODE
+            self._rows.skip()
+        return True
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
         """Return the prompts to prefill while interactive requests have slots.
@@ -470,6 +489,7 @@ class Guarded(Strategy):
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.num_failures = 0  # the metric cellama_batch_strategy_failures_total
+        self._is_built_in = type(strategy) in STRATEGIES.values()
         self._fallback = DecodeMaximal()
 
     def build_batch(
@@ -482,6 +502,10 @@ class Guarded(Strategy):
             return _checked(allocations, slots, budget, chunk_size)
 
         return self._call(build) or self._fallback.build_batch(slots, budget, chunk_size, queue_depth)
+
+    def decodes_all(self, *, is_interactive: bool) -> bool:
+        """Return the result of a built-in strategy's method, or False."""
+        return self._is_built_in and self.strategy.decodes_all(is_interactive=is_interactive)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Pass a step's size and duration on to the strategy."""
