@@ -143,6 +143,8 @@ class EngineCore:
 
     def _expire(self, now: float) -> None:
         """End requests whose deadlines have passed."""
+        if self.scheduler.queue.next_deadline > now:
+            return
         for sequence in islice(self.scheduler.queue.expired(now), MAX_COMMANDS_PER_STEP):
             self.requests.time_out(sequence)
 

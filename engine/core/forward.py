@@ -105,7 +105,7 @@ class Forward:
         chunks = [chunk for _, chunk in works]
         if padding:
             chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
-        is_bulk = not any([sequence.request.is_interactive for sequence, _ in works])
+        is_bulk = not any(sequence.request.is_interactive for sequence, _ in works)
         may_interrupt = is_bulk and self._may_interrupt(num_tokens)
         started = time.monotonic()
         try:

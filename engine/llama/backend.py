@@ -216,7 +216,7 @@ class LlamaBackend:
                 code = self._call_decode()
         # A GPU can still be computing when llama_decode returns. The scheduler needs the time of the whole computation.
         if slots and not code:
-            self._outputs.set_slots(slots)  # waits, too
+            self._outputs.set_slots(slots)  # also waits
         else:
             lib.llama_synchronize(self.context)
         self._abort.clear()
@@ -487,8 +487,8 @@ class TokenBatch:
         self._slots: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         base, size = self._slots.ctypes.data, self._slots.itemsize
         # The same arrays. Assigning an item of a memoryview is much faster than assigning a slice.
-        arrays = (self._tokens, "i"), (self._positions, "i"), (self._slots, "i"), (self._outputs, "b")
-        self._items = [memoryview(array).cast("B").cast(kind) for array, kind in arrays]
+        integers: list[Any] = [self._tokens, self._positions, self._slots]
+        self._items = [*(memoryview(array).cast("B").cast("i") for array in integers), self._outputs.data]
         self._allocated_pointers = [ctypes.cast(self.batch.seq_id[i], ctypes.c_void_p).value for i in range(capacity)]
         pointers = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
         for i in range(capacity):

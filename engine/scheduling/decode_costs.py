@@ -109,6 +109,11 @@ class DecodeCosts:
         duration is attributed to these sizes.
         """
         self._num_calls += 1
+        known = self._sizes.get(pass_rows[0]) if len(pass_rows) == 1 else None
+        if known is not None and known.num_measured >= TRUSTED:  # a short form of the rest, for most calls
+            ratio = max(seconds, MIN_CALL_S) / (known.seconds * self._slowness)
+            self._learn(known, self._learn_slowness(min(ratio, MAX_RATIO)), 1.0)
+            return
         expected_s = [self.expected(rows) for rows in pass_rows]
         total_s = sum(expected_s)
         part_of: dict[int, float] = {}  # share of the call, by size
@@ -125,12 +130,16 @@ class DecodeCosts:
             self._ordered = sorted(self._sizes)
             return
         ratio = min(ratio, MAX_RATIO)
-        if all([self._sizes[size].num_measured >= TRUSTED for size in part_of]):
-            common = ratio**COMMON
-            self._slowness *= 1 + (common - 1) * WEIGHT
-            ratio /= common
+        if all(self._sizes[size].num_measured >= TRUSTED for size in part_of):
+            ratio = self._learn_slowness(ratio)
         for size, share in part_of.items():
             self._learn(self._sizes[size], ratio, share)
+
+    def _learn_slowness(self, ratio: float) -> float:
+        """Attribute a part of a measurement's deviation to the whole machine, and return the remaining ratio."""
+        common: float = ratio**COMMON
+        self._slowness *= 1 + (common - 1) * WEIGHT
+        return ratio / common
 
     def _first(self, size: int, ratio: float, share: float) -> _Size:
         known = _Size(self.expected(size) / self._slowness * ratio, measured_at=self._num_calls - DOUBT / AGEING)

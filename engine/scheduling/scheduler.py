@@ -315,7 +315,7 @@ class Scheduler:
 
     def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
         """Learn from the duration of a decode call with these chunks, unless the call prefilled prompts."""
-        if all([chunk.decode or len(chunk.tokens) == 1 for chunk in chunks]):
+        if all(chunk.decode or len(chunk.tokens) == 1 for chunk in chunks):
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: SlotWork) -> None:

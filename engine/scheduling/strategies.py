@@ -239,26 +239,34 @@ class Interruptions:
 
     def __init__(self) -> None:
         self._aborted, self._deferred = TimeBudget(ABORTED_SHARE), TimeBudget(DEFERRED_SHARE)
+        self._elapsed_s = 0.0  # time that is added to the budgets before they are next used
         self._bulk_s = 0.0  # duration of the last bulk decode call: the estimate for a deferred one
 
     @property
     def are_affordable(self) -> bool:
         """Return whether the time budgets allow another interruption."""
+        self._observe_elapsed()
         return self._aborted.is_available and self._deferred.is_available
 
     def observe(self, seconds: float, *, is_bulk: bool) -> None:
         """Record a finished decode call."""
-        self._aborted.observe(seconds)
-        self._deferred.observe(seconds)
+        self._elapsed_s += seconds
         if is_bulk:
             self._bulk_s = seconds
 
+    def _observe_elapsed(self) -> None:
+        self._aborted.observe(self._elapsed_s)
+        self._deferred.observe(self._elapsed_s)
+        self._elapsed_s = 0.0
+
     def observe_aborted(self, seconds: float) -> None:
         """Record a decode call that was aborted after this many seconds."""
+        self._observe_elapsed()
         self._aborted.spend(seconds)
 
     def observe_deferred(self) -> None:
         """Record a decode call that was postponed."""
+        self._observe_elapsed()
         self._deferred.spend(self._bulk_s)
 
 
@@ -509,7 +517,10 @@ class Guarded(Strategy):
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Pass a step's size and duration on to the strategy."""
-        self._call(lambda: self.strategy.observe(num_tokens, seconds))
+        try:
+            self.strategy.observe(num_tokens, seconds)
+        except Exception:  # as in `_call`, which would take longer than most calls
+            self._note_failure()
 
     def may_yield(self, num_tokens: int) -> bool:
         """Return the result of the strategy's method, or False if the method raises an exception."""
@@ -520,15 +531,18 @@ class Guarded(Strategy):
         try:
             return function()
         except Exception:  # a user's code, on the thread that serves all requests
-            self.num_failures += 1
-            if self.num_failures & (self.num_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th …, to limit the log
-                log.exception(
-                    "batch strategy failed",
-                    strategy=type(self.strategy).__name__,
-                    num_failures=self.num_failures,
-                    detail="decode_maximal is used in every step in which the strategy fails",
-                )
+            self._note_failure()
         return None
+
+    def _note_failure(self) -> None:
+        self.num_failures += 1
+        if self.num_failures & (self.num_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th …, to limit the log
+            log.exception(
+                "batch strategy failed",
+                strategy=type(self.strategy).__name__,
+                num_failures=self.num_failures,
+                detail="decode_maximal is used in every step in which the strategy fails",
+            )
 
 
 def _checked(
