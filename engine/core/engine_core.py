@@ -99,7 +99,8 @@ class EngineCore:
         no single request is the cause, the last step's error is raised.
         """
         self._receive()
-        self._pulse.beat("step")
+        if self.scheduler.num_waiting:  # otherwise little happens before the next decode call
+            self._pulse.beat("step")
         started = time.monotonic()
         cpu_started = time.thread_time() if self.telemetry.on_step else 0.0  # a system call
         try:

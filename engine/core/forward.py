@@ -154,6 +154,8 @@ class Forward:
         """
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # each request has one token
+        if len(works) == 1:
+            return self._requests.handle_of(works[0].sequence)
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
