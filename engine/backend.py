@@ -289,6 +289,14 @@ class Backend(KvMemory, AdapterStore, Protocol):
         """
         ...
 
+    def presample(self, samplers: Sequence[tuple[Any, int]]) -> None:
+        """Draw the next tokens of these samplers from their slots' first rows of logits, where this saves time.
+
+        `samplers` contains pairs of a sampler and its slot. The next `sample` call of each sampler returns the same
+        token as without this call.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

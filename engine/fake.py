@@ -262,6 +262,8 @@ class FakeBackend:
         min_tokens = limits.MAX_COUNT if ban_end else params.min_tokens
         return FakeSampler(self, None if params.is_greedy else seed, min_tokens, num_sampled, mu)
 
+    def presample(self, samplers: Sequence[tuple[FakeSampler, int]]) -> None: ...
+
     def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
         first, num_rows = self._logits.get(slot, (0, 0))
         if row >= num_rows:

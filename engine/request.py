@@ -181,6 +181,13 @@ class SamplingParams:
         return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
 
     @property
+    def draws_from_top_k(self) -> bool:
+        """Whether only `top_k`, `top_p`, `min_p` and the temperature decide which tokens can be drawn."""
+        has_others = self.typical_p < 1 or self.xtc_probability > 0 or self.top_n_sigma > 0 or self.dynatemp_range > 0
+        is_random = not self.is_greedy and not self.mirostat
+        return is_random and self.top_k > 0 and not has_others and self.logprobs is None
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a schema, a regular expression or a grammar constrains the text."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)

@@ -20,6 +20,9 @@ class Eager:
     def begin_step(self, num_slots: int) -> bool:
         return True
 
+    def skip(self) -> None:
+        pass
+
     def observe(self, seconds: float) -> None:
         pass
 

@@ -99,8 +99,10 @@ class EngineCore:
         no single request is the cause, the last step's error is raised.
         """
         self._receive()
-        self._pulse.beat("step")
-        started, cpu_started = time.monotonic(), time.thread_time()
+        if self.scheduler.num_waiting:  # otherwise little happens before the next decode call
+            self._pulse.beat("step")
+        started = time.monotonic()
+        cpu_started = time.thread_time() if self.telemetry.on_step else 0.0  # a system call
         try:
             self._expire(started)
             self._admit(started)
@@ -142,6 +144,8 @@ class EngineCore:
 
     def _expire(self, now: float) -> None:
         """End requests whose deadlines have passed."""
+        if self.scheduler.queue.next_deadline > now:
+            return
         for sequence in islice(self.scheduler.queue.expired(now), MAX_COMMANDS_PER_STEP):
             self.requests.time_out(sequence)
 
@@ -164,6 +168,10 @@ class EngineCore:
             self.scheduler.commit(work)
             if work.chunk.decode and len(work.chunk.tokens) > 1:
                 self.drafting.begin_verifying(work)
+        if len(computed.works) > 1:
+            self._backend.presample(
+                [(sequence.sampler, chunk.slot) for sequence, chunk in computed.works if chunk.samples]
+            )
         for sequence, chunk in computed.works:
             sequence.failures_alone = 0
             if chunk.samples and sequence.slot is not None:  # it may have ended with another sequence of its request
@@ -171,15 +179,23 @@ class EngineCore:
 
     def _account(self, computed: list[Computed], active_slots: int, started: float, cpu_started: float) -> None:
         """Report the step's duration to the strategy and to telemetry."""
-        chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
-        eval_s = sum(micro_batch.seconds for micro_batch in computed)
-        step_s = time.monotonic() - started
-        has_drafts = any(chunk.num_drafts for chunk in chunks)
-        num_tokens = 0 if has_drafts else sum(micro_batch.num_tokens for micro_batch in computed)
-        self.scheduler.strategy.observe(num_tokens, eval_s)
+        eval_s, num_tokens, num_decoded, has_drafts = 0.0, 0, 0, False
+        for micro_batch in computed:
+            eval_s += micro_batch.seconds
+            for _, chunk in micro_batch.works:
+                count = len(chunk.tokens)
+                num_tokens += count
+                if chunk.decode:
+                    num_decoded += count
+                    has_drafts = has_drafts or chunk.num_drafts > 0
+        self.scheduler.strategy.observe(0 if has_drafts else num_tokens, eval_s)
         if self.disk is not None:
             self._measure_prefill(computed, self.disk.prefill_rate)
-        self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
+        step_s = time.monotonic() - started
+        wait_s = step_s - (time.thread_time() - cpu_started) if cpu_started else 0.0
+        self.telemetry.step(
+            num_tokens, num_decoded, active_slots=active_slots, eval_s=eval_s, step_s=step_s, wait_s=wait_s
+        )
         self._num_faults = 0
 
     def _copy_running_state(self) -> None:

@@ -11,7 +11,7 @@ from cellama.config.logging import event_logger
 from cellama.engine.backend import ABORTED, NO_FREE_CELLS, Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
 from cellama.engine.scheduling.scheduler import Scheduler
-from cellama.engine.scheduling.sequence import Sequence, SlotWork, State, work_of
+from cellama.engine.scheduling.sequence import Sequence, SlotWork, work_of
 from cellama.engine.scheduling.strategies import MIN_CHUNK, Interruptions
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
@@ -88,23 +88,12 @@ class Forward:
         checks, works = self._drafting.take_checks(works)
         for check in checks:
             yield from self._compute([check])
-        if works and self._may_draft():
+        if works and self._drafting.is_active and self._scheduler.only_decodes:  # otherwise drafts would delay others
             micro_batches = self._drafting.plan_calls(works)
         else:
             micro_batches = micro_batches_of(works, unified=self._backend.unified)
         for micro_batch in micro_batches:
             yield from self._compute(micro_batch)
-
-    def _may_draft(self) -> bool:
-        """Return whether drafts can be decoded without delaying a prompt or a stream.
-
-        Drafts don't cause delays if all busy slots are decoding, and their requests are either all interactive or all
-        bulk requests.
-        """
-        if not self._drafting.is_active:
-            return False
-        kinds = {(sequence.state, sequence.request.is_interactive) for sequence in self._scheduler.slots.running}
-        return len(kinds) == 1 and next(iter(kinds))[0] is State.DECODING
 
     def _compute(self, works: list[SlotWork]) -> Iterator[Computed]:
         # Skip work that is out of date, because its request has ended or lost its slot.
@@ -117,7 +106,7 @@ class Forward:
         if padding:
             chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
         is_bulk = not any(sequence.request.is_interactive for sequence, _ in works)
-        may_interrupt = self._may_interrupt(num_tokens) and is_bulk
+        may_interrupt = is_bulk and self._may_interrupt(num_tokens)
         started = time.monotonic()
         try:
             error = self._decode(works, chunks, num_tokens, may_interrupt=may_interrupt)
@@ -143,7 +132,7 @@ class Forward:
         """Decode the chunks and the padding in one call. Return the error if the call fails."""
         self.abortable_handle = self._main_request(works, num_tokens)
         self._is_interruptible = may_interrupt
-        self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
+        self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, FIRST_S)
         try:
             if may_interrupt and self._has_arrival:  # later arrivals abort the call, because the flag is already set
                 raise Deferred(ABORTED)
@@ -165,6 +154,8 @@ class Forward:
         """
         if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
             return None  # each request has one token
+        if len(works) == 1:
+            return self._requests.handle_of(works[0].sequence)
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
@@ -222,7 +213,9 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
     """
     if unified:
         return [list(works)] if works else []
-    lengths = Counter(len(work.chunk.tokens) for work in works)
+    lengths = Counter([len(work.chunk.tokens) for work in works])
+    if len(lengths) == 1 and 1 in lengths:
+        return [list(works)]
     awaited: list[tuple[float, SlotWork]] = []
     others: list[SlotWork] = []
     single: list[SlotWork] = []

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from cellama.config.logging import event_logger
-from cellama.engine.backend import Chunk
 from cellama.engine.events import Completion, PrefixHit, RequestStats, RequestTimings, RequestUsage, StepStats
 from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvstore.states import StoreCounters
@@ -142,17 +141,15 @@ class Telemetry:
         """Report the phase as "stopped" from now on."""
         self._is_stopped = True
 
-    def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
-        """Add a step's chunks, busy slots and durations to the counters."""
-        decode = sum([len(chunk.tokens) for chunk in chunks if chunk.decode])
-        total = sum([len(chunk.tokens) for chunk in chunks])
+    def step(self, total: int, decode: int, *, active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
+        """Add a step to the counters: its tokens, how many of these were decoded, its busy slots and durations."""
         self._prefilled_tokens += total - decode
-        self._steps += bool(chunks)
+        self._steps += total > 0
         self._mixed_steps += 0 < decode < total
-        if chunks:
+        if total:
             for counter in self.step_counts:
                 counter.step(total)
-        if self.on_step and chunks:
+        if self.on_step and total:
             stats = StepStats(
                 model=self._model,
                 at=time.time(),
@@ -166,8 +163,8 @@ class Telemetry:
                 wait_ms=max(0.0, wait_s) * 1e3,
             )
             _call(self.on_step, stats)
-        counts = (self._prefilled_tokens, self._generated_tokens)
-        self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
+        is_idle = not self._scheduler.has_work
+        self._rates.measure(self._prefilled_tokens, self._generated_tokens, idle=is_idle, took_s=step_s)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
         """Count a finished request. A request without a completion counts as failed."""

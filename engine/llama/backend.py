@@ -23,6 +23,7 @@ from cellama.engine.memory.open_sizes import STREAM_PADDING
 from cellama.engine.options import ROPE_OPTIONS, EngineOptions, RopeScaling
 from cellama.engine.request import CONSTRAINTS, SamplingParams, TokenLogprob
 from cellama.engine.sampling.dry import Breakers
+from cellama.engine.sampling.joint import MIN_ROWS, JointDraw
 from cellama.engine.sampling.processors import (
     BannedTokens,
     ProcessorFactory,
@@ -30,7 +31,7 @@ from cellama.engine.sampling.processors import (
     load_processor,
     make_processors,
 )
-from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
+from cellama.engine.sampling.sampler import NothingAllowed, RowDraw, TokenSampler
 from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log
@@ -64,8 +65,8 @@ _FLASH_ATTENTION = {
 }
 # llama_get_logits from llama.h, declared so that it returns a plain address
 _logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
-# If at least this share of the rows of a decode call was needed, the maxima of all rows of the next call are computed
-# together, which is faster (ADR 009).
+# If at least this share of the rows of a decode call is needed, the maxima of all rows are computed together, which is
+# faster (ADR 009).
 JOINT_ARGMAX_SHARE = 0.75
 
 
@@ -175,6 +176,7 @@ class LlamaBackend:
         self._batch = TokenBatch(options.n_batch)
         self._max_rows = options.logit_rows
         self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
+        self._joint_draw = JointDraw(self.n_vocab)
         self._abort = AbortFlag(self.context)
         self._logits_processors = options.logits_processors
         self._banned_ends = BannedTokens(model.end_tokens)  # for requests with ignore_eos
@@ -197,13 +199,15 @@ class LlamaBackend:
         batch = self._batch
         batch.clear()
         self._outputs.clear()
-        num_rows = sum([1 + chunk.num_drafts for chunk in chunks if chunk.samples])
+        num_rows, slots = 0, list[tuple[int, int]]()
+        for slot, position, tokens, samples, is_decode, num_drafts in chunks:
+            last = batch.add(slot, position, tokens)
+            if samples:
+                batch.request_outputs(last + 1 - len(tokens) if is_decode else last, 1 + num_drafts)
+                num_rows += 1 + num_drafts
+                slots.append((slot, 1 + num_drafts))
         if num_rows > self._max_rows:  # llama.cpp would abort the process
             raise ValueError(f"the batch has {num_rows} rows of logits, but the context has only {self._max_rows}")
-        for chunk in chunks:
-            last = batch.add(chunk.slot, chunk.position, chunk.tokens)
-            if chunk.samples:
-                batch.request_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
         if adapters == self._adapters:
             code = self._call_decode()
         else:  # the first decode call with other adapters builds a new graph, which reads the list of adapters
@@ -211,13 +215,15 @@ class LlamaBackend:
                 self._set_adapters(adapters)
                 code = self._call_decode()
         # A GPU can still be computing when llama_decode returns. The scheduler needs the time of the whole computation.
-        lib.llama_synchronize(self.context)
+        if slots and not code:
+            self._outputs.set_slots(slots)  # also waits
+        else:
+            lib.llama_synchronize(self.context)
         self._abort.clear()
         if code != -1:  # with -1, llama.cpp has not started to decode
             self._copied_slots.clear()
         if code:
             raise DecodeError(code)
-        self._outputs.set_slots([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
 
     def _call_decode(self) -> int:
         return llama_log.call_abortable(
@@ -247,8 +253,23 @@ class LlamaBackend:
 
     def likeliest(self, slot: int, row: int = 0) -> int:
         """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError."""
-
         return self._outputs.likeliest(slot, row)
+
+    def presample(self, samplers: Sequence[tuple[LlamaSampler, int]]) -> None:
+        num_greedy = sum([sampler.is_plainly_greedy for sampler, _ in samplers])
+        if num_greedy > 1 and num_greedy >= JOINT_ARGMAX_SHARE * self._outputs.num_rows:
+            self._outputs.find_likeliest()
+        if len(samplers) - num_greedy < MIN_ROWS:
+            return
+        groups: dict[int, list[tuple[LlamaSampler, RowDraw]]] = {}
+        for sampler, slot in samplers:
+            if (draw := sampler.draw_of(self._outputs.first_row(slot))) is not None:
+                groups.setdefault(draw.params.top_k, []).append((sampler, draw))
+        for top_k, group in groups.items():
+            if len(group) >= MIN_ROWS and self._joint_draw.is_possible(top_k):
+                tokens = self._joint_draw.draw(self._outputs.matrix, [draw for _, draw in group])
+                for (sampler, _), token in zip(group, tokens, strict=True):
+                    sampler.use_drawn(token)
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> LlamaSamplingPlan:
         for token, _ in params.logit_bias:
@@ -465,6 +486,9 @@ class TokenBatch:
         # seq_id is an array of pointers, each to a block of its own. Let them point into one contiguous array instead.
         self._slots: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         base, size = self._slots.ctypes.data, self._slots.itemsize
+        # The same arrays. Assigning an item of a memoryview is much faster than assigning a slice.
+        integers: list[Any] = [self._tokens, self._positions, self._slots]
+        self._items = [*(memoryview(array).cast("B").cast("i") for array in integers), self._outputs.data]
         self._allocated_pointers = [ctypes.cast(self.batch.seq_id[i], ctypes.c_void_p).value for i in range(capacity)]
         pointers = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
         for i in range(capacity):
@@ -480,16 +504,24 @@ class TokenBatch:
         end = start + len(tokens)
         if end > self._capacity:  # llama.cpp would abort the process
             raise ValueError(f"the batch has {end} tokens, but the capacity is only {self._capacity}")
+        self.batch.n_tokens = end
+        if end - start == 1:  # most chunks
+            token_item, position_item, slot_item, output_item = self._items
+            token_item[start], position_item[start] = tokens[0], position
+            slot_item[start], output_item[start] = slot, all_outputs
+            return start
         self._tokens[start:end] = tokens
         self._positions[start:end] = np.arange(position, position + len(tokens))
         self._slots[start:end] = slot
         self._outputs[start:end] = all_outputs
-        self.batch.n_tokens = end
         return end - 1
 
     def request_outputs(self, index: int, count: int) -> None:
         """Request logits for `count` tokens in the batch, starting at `index`."""
-        self._outputs[index : index + count] = 1
+        if count == 1:
+            self._items[3][index] = 1
+        else:
+            self._outputs[index : index + count] = 1
 
     def close(self) -> None:
         """Restore the pointers that llama.cpp allocated, and free the batch."""
@@ -541,26 +573,20 @@ class Outputs:
         self._shape = num_rows, n_vocab
         self._addresses: dict[int, tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = {}
         self._first_rows: dict[int, int] = {}  # by slot
-        self._num_rows = 0
-        self._matrix: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
         self._rows: list[NDArray[np.float32]] = []
-        self._likeliest: list[int] | None = None  # the likeliest token of each row
-        self._num_requested = 0  # rows whose likeliest token was requested
-        self._find_jointly = False
+        self._likeliest: list[int] | None = None  # the likeliest token of each row, if found together
+        self.matrix: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
+        self.num_rows = 0  # rows of the last decode call; the matrix may have more rows
 
     def clear(self) -> None:
         """Remove all rows. `row` raises KeyError until `set_slots` is called after the next decode call."""
-        if self._first_rows:
-            self._find_jointly = self._num_requested >= JOINT_ARGMAX_SHARE * self._num_rows
-        self._first_rows, self._likeliest, self._num_requested = {}, None, 0
+        self._first_rows, self._likeliest = {}, None
 
     def set_slots(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Assign the rows of a decode call to slots.
+        """Wait until the decode call has computed its rows, and assign the rows to slots.
 
         `slots` contains pairs of a slot and its number of rows, in the order of the rows.
         """
-        if not slots:
-            return
         address = _logits_address(self._context)
         if (
             address not in self._addresses
@@ -568,29 +594,28 @@ class Outputs:
             buffer = (ctypes.c_float * (self._shape[0] * self._shape[1])).from_address(address)
             matrix = np.ctypeslib.as_array(buffer).reshape(self._shape)
             self._addresses[address] = matrix, list(matrix)
-        self._matrix, self._rows = self._addresses[address]
-        self._num_rows = 0
+        self.matrix, self._rows = self._addresses[address]
+        self.num_rows = 0
         for slot, count in slots:
-            self._first_rows[slot] = self._num_rows
-            self._num_rows += count
+            self._first_rows[slot] = self.num_rows
+            self.num_rows += count
+
+    def first_row(self, slot: int) -> int:
+        """Return the index of the slot's first row in the matrix. Raises KeyError like `row`."""
+        return self._first_rows[slot]
 
     def row(self, slot: int, row: int = 0) -> NDArray[np.float32]:
         """Return a row of the slot's logits. Raises KeyError if the decode call has no rows for the slot."""
         return self._rows[self._first_rows[slot] + row]
 
-    def likeliest(self, slot: int, row: int = 0) -> int:
-        """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError.
+    def find_likeliest(self) -> None:
+        """Find the likeliest tokens of all rows in a single call. No row may have been modified."""
+        self._likeliest = self.matrix[: self.num_rows].argmax(axis=1).tolist()
 
-        If most rows of the previous decode call were requested in this way, a single numpy call finds the tokens of all
-        rows.
-        """
+    def likeliest(self, slot: int, row: int = 0) -> int:
+        """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError."""
         row += self._first_rows[slot]
-        self._num_requested += 1
-        if not self._find_jointly:
-            return int(self._rows[row].argmax())
-        if self._likeliest is None:
-            self._likeliest = self._matrix[: self._num_rows].argmax(axis=1).tolist()
-        return self._likeliest[row]
+        return int(self._rows[row].argmax()) if self._likeliest is None else self._likeliest[row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -653,6 +678,7 @@ class LlamaSampler:
         self._banned: frozenset[int] | None = None
         if plan.params.is_plainly_greedy and all(processor is banned for processor in processors):
             self._banned = frozenset() if banned is None else banned.tokens
+        self._can_draw_jointly = not plan.added_processors  # other code may fail, which must end only its own request
         self._grammar = None if plan.constraint is None else plan.constraint.start()
         self._is_bound = False
         if self._grammar is not None and num_unbound is not None:
@@ -664,6 +690,19 @@ class LlamaSampler:
     def mirostat_mu(self) -> float | None:
         """The current mirostat state, or None if mirostat is disabled."""
         return self._sampler.mirostat_mu if self._has_mirostat else None
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether each token is the likeliest one of an unmodified row, unless that token is banned."""
+        return self._banned is not None
+
+    def draw_of(self, row: int) -> RowDraw | None:
+        """Return the draw of the next token from this row of logits, or None if it can't be drawn jointly."""
+        return self._sampler.draw_of(row) if self._can_draw_jointly else None
+
+    def use_drawn(self, token: int | None) -> None:
+        """Let the next call of `sample` use the result of a joint draw (`TokenSampler.use_drawn`)."""
+        self._sampler.use_drawn(token)
 
     def bind(self) -> None:
         if self._grammar is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,6 +189,16 @@ class TokenConstraint(Protocol):
         ...
 
 
+class RowDraw(NamedTuple):
+    """A draw of a sequence's next token from a row of logits (`joint.py`)."""
+
+    row: int
+    params: SamplingParams
+    processors: Sequence[LogitsProcessor]
+    seed: int
+    position: int  # number of tokens sampled before
+
+
 class TokenSampler:
     """Chooses the tokens of one sequence, one after another."""
 
@@ -211,11 +221,27 @@ class TokenSampler:
         self._processors = processors
         self._constraint = constraint
         self.num_sampled = num_sampled
+        self._can_draw_jointly = params.draws_from_top_k
+        self._drawn: int | None = None  # token that was drawn jointly
+        self._processed_at = -1  # position of the token whose logits the processors have changed
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
     def constrain(self, constraint: TokenConstraint) -> None:
         """Apply the constraint to all tokens that follow."""
         self._constraint = constraint
+
+    def draw_of(self, row: int) -> RowDraw | None:
+        """Return the draw of the next token from this row of logits, or None if it can't be drawn jointly."""
+        if not self._can_draw_jointly:
+            return None
+        return RowDraw(row, self._params, self._processors, self._seed, self.num_sampled)
+
+    def use_drawn(self, token: int | None) -> None:
+        """Let the next call of `sample` use the result of a joint draw, for which the processors have been applied.
+
+        If the result is None, the next call draws the token.
+        """
+        self._drawn, self._processed_at = token, self.num_sampled
 
     def sample(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         """Sample the next token, or choose `forced` if it is set and the constraint allows it.
@@ -228,9 +254,11 @@ class TokenSampler:
         if forced is not None and (self._constraint is None or self._constraint.allows(np.array([forced]))[0]):
             self._accept(forced)
             return forced, report.of(forced) if report else None
-        for processor in self._processors:
-            processor.apply(logits)
-        token = self._pick(logits, "draw")
+        is_processed = self._processed_at == self.num_sampled
+        if not is_processed:
+            for processor in self._processors:
+                processor.apply(logits)
+        token = self._drawn if is_processed and self._drawn is not None else self._pick(logits, "draw")
         if self._constraint is not None and not self._constraint.allows(np.array([token]))[0]:
             token = self._pick_allowed(logits, self._constraint)
         self._learn_surprise()
@@ -375,19 +403,41 @@ def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
 
     The numbers depend only on the arguments, and are computed with splitmix64.
     """
-    key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
-    state = ids.astype(np.uint64) + np.uint64(_mix(key))
-    state = state * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    state = ids.astype(np.uint64) + np.uint64(_mix(_key(seed, position, purpose)))
+    return _fractions(_scrambled(state * np.uint64(_INCREMENT)))
+
+
+def row_uniforms(draws: Sequence[tuple[int, int]], purpose: str, ids: Ids) -> Values:
+    """Return the same numbers as `uniforms` for an array of ids with one row for each (seed, position)."""
+    keys = np.array([_key(seed, position, purpose) for seed, position in draws], np.uint64)
+    mixed = _scrambled(keys + np.uint64(_INCREMENT))
+    return _fractions(_scrambled((ids.astype(np.uint64) + mixed[:, None]) * np.uint64(_INCREMENT)))
+
+
+_INCREMENT = 0x9E3779B97F4A7C15
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _key(seed: int, position: int, purpose: str) -> int:
+    return (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
 
 
 def _mix(value: int) -> int:
     """Apply splitmix64 to one number."""
     mask = (1 << 64) - 1
-    value = value + 0x9E3779B97F4A7C15 & mask
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    value = value + _INCREMENT & mask
+    value = (value ^ value >> 30) * _FACTORS[0] & mask
+    value = (value ^ value >> 27) * _FACTORS[1] & mask
     return value ^ value >> 31
+
+
+def _scrambled(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the last steps of splitmix64 to all numbers."""
+    state = (state ^ state >> np.uint64(30)) * np.uint64(_FACTORS[0])
+    state = (state ^ state >> np.uint64(27)) * np.uint64(_FACTORS[1])
+    return state ^ state >> np.uint64(31)
+
+
+def _fractions(state: NDArray[np.uint64]) -> Values:
+    fractions: Values = ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return fractions

@@ -186,6 +186,11 @@ class WaitingQueue:
         """Return the prefix lengths at which other waiting sequences end or diverge from this sequence."""
         return self._prompts.branches(sequence.tokens, sequence.scope, at_least=2)
 
+    @property
+    def next_deadline(self) -> float:
+        """The earliest deadline of a waiting or running sequence, or infinity."""
+        return self._deadlines.first[0]
+
     def expired(self, now: float) -> Iterator[Sequence]:
         """Yield each waiting or running sequence whose deadline has passed. Each sequence is yielded only once."""
         while (sequence := self._deadlines.pop(now)) is not None:

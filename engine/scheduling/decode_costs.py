@@ -8,6 +8,7 @@ about the machine.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -108,11 +109,17 @@ class DecodeCosts:
         duration is attributed to these sizes.
         """
         self._num_calls += 1
-        total_s = sum([self.expected(rows) for rows in pass_rows])
+        known = self._sizes.get(pass_rows[0]) if len(pass_rows) == 1 else None
+        if known is not None and known.num_measured >= TRUSTED:  # a short form of the rest, for most calls
+            ratio = max(seconds, MIN_CALL_S) / (known.seconds * self._slowness)
+            self._learn(known, self._learn_slowness(min(ratio, MAX_RATIO)), 1.0)
+            return
+        expected_s = [self.expected(rows) for rows in pass_rows]
+        total_s = sum(expected_s)
         part_of: dict[int, float] = {}  # share of the call, by size
-        for rows in pass_rows:
+        for rows, pass_s in zip(pass_rows, expected_s, strict=True):
             for size, share in _between(rows):
-                part_of[size] = part_of.get(size, 0.0) + share * self.expected(rows) / total_s
+                part_of[size] = part_of.get(size, 0.0) + share * pass_s / total_s
         ratio = max(seconds, MIN_CALL_S) / total_s
         if new := part_of.keys() - self._sizes.keys():
             new_share = sum([part_of[size] for size in new])
@@ -124,11 +131,15 @@ class DecodeCosts:
             return
         ratio = min(ratio, MAX_RATIO)
         if all(self._sizes[size].num_measured >= TRUSTED for size in part_of):
-            common = ratio**COMMON
-            self._slowness *= 1 + (common - 1) * WEIGHT
-            ratio /= common
+            ratio = self._learn_slowness(ratio)
         for size, share in part_of.items():
             self._learn(self._sizes[size], ratio, share)
+
+    def _learn_slowness(self, ratio: float) -> float:
+        """Attribute a part of a measurement's deviation to the whole machine, and return the remaining ratio."""
+        common: float = ratio**COMMON
+        self._slowness *= 1 + (common - 1) * WEIGHT
+        return ratio / common
 
     def _first(self, size: int, ratio: float, share: float) -> _Size:
         known = _Size(self.expected(size) / self._slowness * ratio, measured_at=self._num_calls - DOUBT / AGEING)
@@ -145,14 +156,15 @@ class DecodeCosts:
         size.measured_at += (self._num_calls - size.measured_at) * share
 
 
-def _between(rows: int) -> list[tuple[int, float]]:
-    """Return the nearest sizes, each with its weight for interpolation, such as [(4, 0.5), (6, 0.5)] for 5 rows."""
+@functools.cache
+def _between(rows: int) -> tuple[tuple[int, float], ...]:
+    """Return the nearest sizes, each with its weight for interpolation, such as ((4, 0.5), (6, 0.5)) for 5 rows."""
     power = 1 << (rows.bit_length() - 1)  # sizes are powers of two, and 1.5 times these: 2, 3, 4, 6, 8, 12 …
     low, high = (power, power * 3 // 2) if 2 * rows < 3 * power or power == 1 else (power * 3 // 2, 2 * power)
     if rows == low:
-        return [(low, 1.0)]
+        return ((low, 1.0),)
     share = (rows - low) / (high - low)
-    return [(low, 1.0 - share), (high, share)]
+    return (low, 1.0 - share), (high, share)
 
 
 class MoveCosts:

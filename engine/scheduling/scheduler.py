@@ -154,6 +154,8 @@ class Scheduler:
         more urgent sequence may preempt a running sequence. If admitting a sequence raises an unexpected exception, the
         sequence is passed to `on_failure`, which releases it.
         """
+        if not self.num_waiting:
+            return []
         if self.queue.has_several_keys:
             self.shares.charge_running()
         admitted: list[Sequence] = []
@@ -278,7 +280,26 @@ class Scheduler:
         self.preempt(self.finder.preemption_order(running)[0], now)
         return True
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all running sequences decode, and are either all interactive or all bulk."""
+        if not self.slots.has_one_class:
+            return False
+        for sequence in self.slots.running:  # a loop, because this runs several times per step
+            if sequence.state is not State.DECODING:
+                return False
+        return bool(self.slots.running)
+
     def _build_batch(self, now: float, only: int | None) -> list[SlotWork]:
+        running = self.slots.running
+        if (
+            only is None
+            and self.only_decodes
+            and len(running) <= self.limits.budget
+            and not self._rotation.is_needed
+            and self.strategy.decodes_all(is_interactive=not self.slots.num_bulk)
+        ):
+            return [work_of(sequence, 1) for sequence in running]
         views = self._views(now) if only is None else [_view(s) for s in [self.slots[only]] if s is not None]
         if not views:
             return []
@@ -290,8 +311,7 @@ class Scheduler:
         if self._rotation.is_needed:
             turn = self._rotation.take_turn(now)
             busy = [s for s in busy if s.adapters == turn]
-        busy.sort(key=prefill_order)
-        return [_view(s) for s in busy]
+        return [_view(s) for s in sorted(busy, key=prefill_order)]
 
     def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
         """Learn from the duration of a decode call with these chunks, unless the call prefilled prompts."""

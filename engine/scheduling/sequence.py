@@ -247,16 +247,31 @@ def work_of(sequence: Sequence, count: int) -> SlotWork:
     assert sequence.slot is not None
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + count]
-    decode = sequence.state is State.DECODING
-    chunk = Chunk(sequence.slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
-    return SlotWork(sequence, chunk)
+    samples, decode = start + count == len(sequence.tokens), sequence.state is State.DECODING
+    return SlotWork(sequence, Chunk(sequence.slot, start, tokens, samples, decode))
 
 
 class SlotTable:
-    """The sequence in each slot, or None for an idle slot. All components of the scheduler share one table."""
+    """The sequence in each slot, or None for an idle slot. All components of the scheduler share one table.
+
+    Every change replaces the lists below, which are in slot order. Callers must not modify these lists.
+    """
+
+    running: list[Sequence]  # sequences that have a slot
+    busy: list[int]
+    idle: list[int]
+    num_bulk: int  # number of slots with bulk sequences
 
     def __init__(self, num_slots: int) -> None:
         self._holders: list[Sequence | None] = [None] * num_slots
+        self._note_change()
+
+    def _note_change(self) -> None:
+        holders = self._holders
+        self.running = [holder for holder in holders if holder is not None]
+        self.busy = [slot for slot, holder in enumerate(holders) if holder is not None]
+        self.idle = [slot for slot, holder in enumerate(holders) if holder is None]
+        self.num_bulk = sum([not holder.request.is_interactive for holder in self.running])
 
     def __getitem__(self, slot: int) -> Sequence | None:
         return self._holders[slot]
@@ -268,37 +283,27 @@ class SlotTable:
         return len(self._holders)
 
     @property
-    def running(self) -> list[Sequence]:
-        """The sequences that have a slot, in slot order."""
-        return [holder for holder in self._holders if holder is not None]
-
-    @property
-    def num_bulk(self) -> int:
-        """The number of slots with bulk sequences."""
-        return sum(holder is not None and not holder.request.is_interactive for holder in self._holders)
-
-    @property
-    def busy(self) -> list[int]:
-        return [slot for slot, holder in enumerate(self._holders) if holder is not None]
-
-    @property
-    def idle(self) -> list[int]:
-        return [slot for slot, holder in enumerate(self._holders) if holder is None]
+    def has_one_class(self) -> bool:
+        """Whether the running sequences are all interactive, or all bulk."""
+        return self.num_bulk in (0, len(self.running))
 
     def assign(self, slot: int, sequence: Sequence) -> None:
         """Assign an idle slot to a sequence."""
         self._holders[slot], sequence.slot = sequence, slot
+        self._note_change()
 
     def release(self, sequence: Sequence) -> int:
         """Take the slot from a sequence and return the slot."""
         slot = sequence.slot
         assert slot is not None
         self._holders[slot], sequence.slot = None, None
+        self._note_change()
         return slot
 
     def swap(self, slot: int, other: int) -> list[Sequence]:
         """Swap the sequences in two slots, either of which may be idle. Return the sequences that have moved."""
         self._holders[slot], self._holders[other] = self._holders[other], self._holders[slot]
+        self._note_change()
         moved = []
         for index in (slot, other):
             if (holder := self._holders[index]) is not None:

@@ -133,8 +133,10 @@ def pass_rows_of(chunks: Seq[Chunk], *, unified: bool) -> list[int]:
     If the cells are `unified`, the call is a single pass. Otherwise, llama.cpp combines slots that have consecutive
     indices and the same number of tokens.
     """
-    if unified:
-        return [sum([len(chunk.tokens) for chunk in chunks])]
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    is_one_run = chunks[-1].slot - chunks[0].slot + 1 == len(chunks) and lengths.count(lengths[0]) == len(lengths)
+    if unified or is_one_run:
+        return [sum(lengths)]
     slots: dict[int, list[int]] = {}
     for chunk in chunks:
         slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
@@ -173,6 +175,8 @@ class SlotLayout:
         self._move_costs = MoveCosts()
         self._one_for_each_pass = [0.0] + [1.0] * len(slots)
         self._output_tokens = USUAL_OUTPUT_TOKENS
+        self._last_busy: list[int] = []  # busy slots for which the last layout was determined
+        self._last_layout: list[int] = []
         self._settled_layout: list[int] = []  # a layout that needs no moves
         self._num_settled = 0  # number of steps for which this layout is not evaluated again
 
@@ -261,9 +265,11 @@ class SlotLayout:
     def plan_moves(self) -> list[Move]:
         """Return moves that are expected to save more time than they cost by the time the sequences finish."""
         busy = self._slots.busy
-        if not self._may_move or len(busy) < 2:
+        if len(busy) < 2 or not self._may_move:
             return []
-        layout = self._layout()
+        if busy is not self._last_busy:  # the list of busy slots is replaced with every change
+            self._last_busy, self._last_layout = busy, self._layout()
+        layout = self._last_layout
         if layout == self._settled_layout and self._num_settled > 0:
             self._num_settled -= 1
             return []

@@ -103,6 +103,13 @@ class Strategy(ABC):
         Prefilling slots should be served in the order of `slots`. A prefill chunk has at most `chunk_size` tokens.
         """
 
+    def decodes_all(self, *, is_interactive: bool) -> bool:
+        """Return whether the step decodes all slots, if all of them are decoding and belong to the same class.
+
+        Only the built-in strategies are asked, instead of `build_batch`, because most steps are of this kind.
+        """
+        return True
+
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
         """Learn from a step, given the number of tokens in its batch and the duration of its decode calls.
 
@@ -232,26 +239,34 @@ class Interruptions:
 
     def __init__(self) -> None:
         self._aborted, self._deferred = TimeBudget(ABORTED_SHARE), TimeBudget(DEFERRED_SHARE)
+        self._elapsed_s = 0.0  # time that is added to the budgets before they are next used
         self._bulk_s = 0.0  # duration of the last bulk decode call: the estimate for a deferred one
 
     @property
     def are_affordable(self) -> bool:
         """Return whether the time budgets allow another interruption."""
+        self._observe_elapsed()
         return self._aborted.is_available and self._deferred.is_available
 
     def observe(self, seconds: float, *, is_bulk: bool) -> None:
         """Record a finished decode call."""
-        self._aborted.observe(seconds)
-        self._deferred.observe(seconds)
+        self._elapsed_s += seconds
         if is_bulk:
             self._bulk_s = seconds
 
+    def _observe_elapsed(self) -> None:
+        self._aborted.observe(self._elapsed_s)
+        self._deferred.observe(self._elapsed_s)
+        self._elapsed_s = 0.0
+
     def observe_aborted(self, seconds: float) -> None:
         """Record a decode call that was aborted after this many seconds."""
+        self._observe_elapsed()
         self._aborted.spend(seconds)
 
     def observe_deferred(self) -> None:
         """Record a decode call that was postponed."""
+        self._observe_elapsed()
         self._deferred.spend(self._bulk_s)
 
 
@@ -319,6 +334,11 @@ class BulkRows:
             self._last_far_slot, self._steps_since_far = rows[-1], 0
         self._num_rows, self._num_bulk = len(rows), len(bulk)
         return rows
+
+    def skip(self) -> None:
+        """Record that the next step has no bulk rows."""
+        self._steps_since_far += 1
+        self._num_rows, self._num_bulk, self._is_far = 0, 0, False
 
     def observe(self, seconds: float) -> None:
         """Learn from the duration of a step that decoded the last chosen rows without any prefill."""
@@ -388,6 +408,13 @@ class Adaptive(Strategy):
         if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._tokens_in(MIXED_STEP_S))
         return decode_first([*decoding, *prompts], budget, chunk_size)
+
+    def decodes_all(self, *, is_interactive: bool) -> bool:
+        self._kind = StepKind.BULK
+        if is_interactive:
+            self._quiet_s, self._kind = 0.0, StepKind.DECODE
+            self._rows.skip()
+        return True
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
         """Return the prompts to prefill while interactive requests have slots.
@@ -470,6 +497,7 @@ class Guarded(Strategy):
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.num_failures = 0  # the metric cellama_batch_strategy_failures_total
+        self._is_built_in = type(strategy) in STRATEGIES.values()
         self._fallback = DecodeMaximal()
 
     def build_batch(
@@ -483,9 +511,16 @@ class Guarded(Strategy):
 
         return self._call(build) or self._fallback.build_batch(slots, budget, chunk_size, queue_depth)
 
+    def decodes_all(self, *, is_interactive: bool) -> bool:
+        """Return the result of a built-in strategy's method, or False."""
+        return self._is_built_in and self.strategy.decodes_all(is_interactive=is_interactive)
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Pass a step's size and duration on to the strategy."""
-        self._call(lambda: self.strategy.observe(num_tokens, seconds))
+        try:
+            self.strategy.observe(num_tokens, seconds)
+        except Exception:  # as in `_call`, which would take longer than most calls
+            self._note_failure()
 
     def may_yield(self, num_tokens: int) -> bool:
         """Return the result of the strategy's method, or False if the method raises an exception."""
@@ -496,15 +531,18 @@ class Guarded(Strategy):
         try:
             return function()
         except Exception:  # a user's code, on the thread that serves all requests
-            self.num_failures += 1
-            if self.num_failures & (self.num_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th …, to limit the log
-                log.exception(
-                    "batch strategy failed",
-                    strategy=type(self.strategy).__name__,
-                    num_failures=self.num_failures,
-                    detail="decode_maximal is used in every step in which the strategy fails",
-                )
+            self._note_failure()
         return None
+
+    def _note_failure(self) -> None:
+        self.num_failures += 1
+        if self.num_failures & (self.num_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th …, to limit the log
+            log.exception(
+                "batch strategy failed",
+                strategy=type(self.strategy).__name__,
+                num_failures=self.num_failures,
+                detail="decode_maximal is used in every step in which the strategy fails",
+            )
 
 
 def _checked(

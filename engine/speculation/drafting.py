@@ -88,11 +88,10 @@ class Drafting:
         The candidates are added to the work as drafts. These drafts are decoded regardless of their cost, because
         checking candidates is the purpose of these requests.
         """
-        checks = {
-            work.sequence: check
-            for work in works
-            if work.sequence.request.only_checks and (check := self._with_candidates(work, len(works)))
-        }
+        candidates = [work for work in works if work.sequence.request.only_checks]
+        if not candidates:
+            return [], works
+        checks = {work.sequence: check for work in candidates if (check := self._with_candidates(work, len(works)))}
         if checks:
             works = [work for work in works if work.sequence not in checks]
         return list(checks.values()), works
@@ -137,6 +136,9 @@ class Drafting:
             return [works]
         for work in works:
             self._ask_sources(work.sequence)
+        if self._model is None and not any(self._drafted[work.sequence].draft for work in works):
+            self.gate.skip()
+            return [works]
         is_interactive = any(work.sequence.request.is_interactive for work in works)
         max_s = MIXED_STEP_S if is_interactive else BULK_STEP_S
         if self._model is None:

@@ -54,6 +54,7 @@ class DraftPlan(NamedTuple):
     reading_share_s: float = 0.0  # share of this step in reading_s
 
 
+NO_DRAFTS = DraftPlan({}, [], 0.0)
 Making = Callable[[int, int], float]  # (slots, tokens per slot) → seconds that a draft model takes
 
 
@@ -93,7 +94,7 @@ class Gate:
         self._token_s = 0.0  # seconds per token without drafts
         self._num_slots = 0  # number of slots in the last step
         self._num_rest = 0  # steps for which no source is asked
-        self._choice = DraftPlan({}, [], 0.0)  # the last choice
+        self._choice = NO_DRAFTS  # the last choice
         self._expected_s = 0.0  # expected duration of the current step
         self._num_held = 0  # steps for which the last choice is kept
         self._num_drafted = 0  # steps since the last step without drafts
@@ -165,6 +166,16 @@ class Gate:
         plans = [self._plan(offer, 0, []), *plans]
         return max(plans, key=lambda plan: self._rate(plan, self._costs.optimistic)).lengths
 
+    def skip(self) -> None:
+        """Record that no source has proposed a draft, so that the step has none."""
+        self._choice = NO_DRAFTS
+        self._rest()
+
+    def _rest(self) -> None:
+        """Record a step without drafts, and skip some steps if there are many slots."""
+        self._num_drafted, self._remeasured_after = 0, MIN_REMEASURED
+        self._num_held, self._num_rest = 0, min(self._num_slots, REST_STEPS) - 1
+
     def _decide(self, plan: DraftPlan) -> Mapping[int, int]:
         self._choice = plan
         self._expected_s = self._seconds(plan) + plan.making_s
@@ -172,8 +183,7 @@ class Gate:
         if plan.lengths:
             self._num_drafted += 1
         else:
-            self._num_drafted, self._remeasured_after = 0, MIN_REMEASURED
-            self._num_held, self._num_rest = 0, min(self._num_slots, REST_STEPS) - 1
+            self._rest()
         return plan.lengths
 
     def _hold(self, offer: _Offer) -> DraftPlan | None:

@@ -46,7 +46,7 @@ class WatchedStep(NamedTuple):
     size: int
     suspects: Suspects  # requests that the step works for
     began: float  # time.monotonic()
-    longest_s: float
+    first_s: float  # limit in seconds if no step of this kind has ended yet
 
 
 class Pulse:
@@ -72,10 +72,8 @@ class Pulse:
         """
         now = self._clock()
         self._note(now)
-        expected_s = self._expected_s(kind, size)
         self.suspect = None
-        longest_s = first_s if expected_s is None else MANY * expected_s
-        self.step = WatchedStep(kind, size, suspects, began=now, longest_s=longest_s)
+        self.step = WatchedStep(kind, size, suspects, now, first_s)
 
     def rest(self) -> None:
         """Report that the thread has no work until the next `beat`."""
@@ -83,17 +81,29 @@ class Pulse:
         self.step = None
 
     def _note(self, now: float) -> None:
-        step = self.step
-        if step is not None:
-            slowest, bits = self._slowest.setdefault(step.kind, {}), step.size.bit_length()
-            slowest[bits] = max(now - step.began, slowest.get(bits, 0.0) * FADING)
+        if (step := self.step) is None:
+            return
+        bits, seconds = step.size.bit_length(), now - step.began
+        slowest = self._slowest.get(step.kind)
+        if slowest is None:
+            slowest = self._slowest[step.kind] = {}
+        before = slowest.get(bits, 0.0) * FADING
+        slowest[bits] = seconds if seconds > before else before
+
+    def longest_s(self, step: WatchedStep) -> float:
+        """Return the duration in seconds after which a step of this kind and size counts as hanging.
+
+        The watchdog calls this method while the step runs, so that a `beat` stays cheap.
+        """
+        expected_s = self._expected_s(step.kind, step.size)
+        return step.first_s if expected_s is None else MANY * expected_s
 
     def _expected_s(self, kind: str, size: int) -> float | None:
         """Return the longest duration recorded for this size, or for the next larger size.
 
         If no larger size has been recorded, extrapolate from the largest size.
         """
-        slowest, bits = self._slowest.get(kind), size.bit_length()
+        slowest, bits = dict(self._slowest.get(kind, ())), size.bit_length()
         if not slowest:
             return None
         if bits in slowest:
@@ -186,7 +196,8 @@ class Watchdog:
                 watch.step, watch.stalled_s = step, 0.0
                 continue
             watch.stalled_s += 0.0 if is_paging else elapsed_s
-            if watch.stalled_s > min(max(step.longest_s, self._at_least_s), max(FIRST_S, self._at_least_s)):
+            limit_s = max(watch.pulse.longest_s(step), self._at_least_s)
+            if watch.stalled_s > min(limit_s, max(FIRST_S, self._at_least_s)):
                 self._end(_reason(watch.pulse, step, watch.stalled_s))
 
     def start(self) -> None:

@@ -96,8 +96,16 @@ def test_decode_waits_until_the_device_has_finished(manager: ModelManager, monke
 
     note("llama_decode")
     note("llama_synchronize")
-    model.engine.generate("Once upon a time", max_tokens=3, ignore_eos=True)
-    assert calls == ["llama_decode", "llama_synchronize"] * 3
+    find = llama_backend._logits_address  # llama_get_logits also waits
+    monkeypatch.setattr(
+        llama_backend, "_logits_address", lambda *args: (calls.append("llama_get_logits"), find(*args))[1]
+    )
+    engine = model.engine
+    engine.generate("Once upon a time", max_tokens=3, ignore_eos=True)
+    assert calls == ["llama_decode", "llama_get_logits"] * 3
+    calls.clear()
+    engine.prefill(list(range(300, 300 + engine._core.scheduler.limits.budget + 10)))
+    assert calls[:2] == ["llama_decode", "llama_synchronize"]
 
 
 def test_penalties_change_greedy_text_and_ignore_eos_makes_it_longer(manager: ModelManager) -> None:

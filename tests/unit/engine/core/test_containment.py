@@ -116,7 +116,7 @@ def test_failing_strategy_is_replaced_without_stopping_any_request(
     monkeypatch.setattr(Failing, "where", where)
     engine, _ = make_engine(batch_strategy=f"{__name__}:Failing")
     prompts = ["one", "two two", "three"]
-    handles = [engine.submit(request(prompt)) for prompt in prompts]
+    handles = [engine.submit(request(prompt, priority=9)) for prompt in prompts]  # only bulk work may yield
     assert [handle.result(PATIENCE_S).text for handle in handles] == texts_alone(prompts)
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert logged[0].startswith("batch strategy failed (strategy=Failing, num_failures=1): decode_maximal is used")
