@@ -124,7 +124,7 @@ class Scheduler:
         self._rotation = AdapterRotation()
         self.finder = SlotFinder(self.cache, self.slots, self.shares, limits.bulk_slots)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
-        self.costs = DecodeCosts()
+        self.costs = strategy.costs = DecodeCosts()
         self.layout = SlotLayout(self.cache, self.slots, self.costs, limits.budget)
         self.num_preemptions = 0
 

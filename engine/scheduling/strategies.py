@@ -29,10 +29,11 @@ from typing import NamedTuple, TypeVar
 
 from cellama.config.logging import event_logger
 from cellama.engine.errors import InvalidRequest, nearest
-from cellama.engine.request import INTERACTIVE_PRIORITY
+from cellama.engine.request import INTERACTIVE_PRIORITY, PROTECTED_PRIORITY
 
+from .decode_costs import DecodeCosts
 from .sequence import Sequence
-from .slot_layout import by_nearness
+from .slot_layout import by_nearness, runs_of
 
 log = event_logger(__name__)
 T = TypeVar("T")
@@ -52,6 +53,12 @@ FAR_EVERY = 4  # steps between turns of rows that are not adjacent to streams: t
 FAR_STRETCH = 1.25  # allowed ratio of these steps to others: one longer step in four hardly changes the median gap
 FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 times the time of 2 (docs/adr/008-holes.md)
 FEWER = 0.8  # factor for the rows after a step that was too long: a fast decrease, because they grow one by one
+
+# Steps that decode protected streams.
+GAP_STRETCH = 1.9  # allowed ratio of a short step's duration to that of a single row: the gaps at most double
+FULL_STRETCH = 2.2
+LONG_EVERY = 400.0  # durations of a single row between two long steps
+PATIENCE = 1.0  # times that a protected prompt waits
 
 # Bulk prefill while streams decode.
 PREFILL_S = 0.1  # seconds of a step with bulk prefill that are free: no reader notices an occasional gap of this length
@@ -87,12 +94,21 @@ class SlotView(NamedTuple):
     def is_interactive(self) -> bool:
         return self.priority <= INTERACTIVE_PRIORITY
 
+    @property
+    def is_protected(self) -> bool:
+        return self.priority <= PROTECTED_PRIORITY
+
 
 TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in the batch of the step
 
 
 class Strategy(ABC):
-    """Allocates the tokens of a step to slots. To write your own strategy, subclass this class."""
+    """Allocates the tokens of a step to slots. To write your own strategy, subclass this class.
+
+    The scheduler sets `costs` to the measured durations of decode calls on this machine.
+    """
+
+    costs = DecodeCosts()
 
     @abstractmethod
     def build_batch(
@@ -257,7 +273,8 @@ class Interruptions:
 
 def prefill_order(sequence: Sequence) -> float:
     """Return the sort key of a prefilling sequence. Sequences with smaller keys are prefilled first."""
-    return (sequence.admitted_at or 0.0) + (0.0 if sequence.request.is_interactive else BULK_PATIENCE_S)
+    request = sequence.request
+    return (sequence.admitted_at or 0.0) + BULK_PATIENCE_S * ((not request.is_interactive) - request.is_protected)
 
 
 def yields_slot_despite_age(victim: Sequence, sequence: Sequence, now: float) -> bool:
@@ -271,6 +288,9 @@ class StepKind(Enum):
     """The kind of the last step of `Adaptive`, which determines what the strategy learns from the step's duration."""
 
     BULK = "only bulk requests have slots"
+    SHORT = "decodes protected streams, and as many other rows as fit"
+    PROTECTED = "prefills protected prompts"
+    LONG = "prefills and decodes everything while a protected request has a slot"
     DECODE = "decodes while an interactive request has a slot"
     PREFILL = "prefills interactive prompts"
     PREFILL_SKIPPED = "prefills interactive prompts while bulk rows wait"
@@ -358,6 +378,47 @@ class BulkPrefill:
             self._since_s = 0.0
 
 
+class ProtectedSteps:
+    """Decides which steps are long while protected streams are decoding."""
+
+    def __init__(self) -> None:
+        self._kind = StepKind.LONG  # kind of the last step
+        self._since_long_s = math.inf  # duration of the steps since the last long step
+        self._since_prompt_s = math.inf  # duration of the steps since the last step with prefill
+
+    def kind(self, prompt_s: float | None, *, has_more: bool, single_s: float) -> StepKind:
+        """Return the kind of the next step.
+
+        `prompt_s` is the expected time to prefill the shortest protected prompt, or None if no protected prompt waits.
+        `has_more` is true if a short step would omit other work.
+        """
+        self._kind = StepKind.SHORT
+        if has_more and self._since_long_s >= LONG_EVERY * single_s:
+            self._kind = StepKind.LONG
+        elif prompt_s is not None and self._since_prompt_s >= PATIENCE * prompt_s:
+            self._kind = StepKind.PROTECTED
+        return self._kind
+
+    def reset(self) -> None:
+        """Forget earlier steps, because no protected request has a slot."""
+        self._since_long_s, self._since_prompt_s, self._kind = 0.0, math.inf, StepKind.SHORT
+
+    def observe(self, seconds: float) -> None:
+        self._since_long_s = 0.0 if self._kind is StepKind.LONG else self._since_long_s + seconds
+        self._since_prompt_s = 0.0 if self._kind is not StepKind.SHORT else self._since_prompt_s + seconds
+
+
+def fluent_rows(protected: Seq[int], others: Seq[int], costs: DecodeCosts) -> list[int]:
+    """Return the slots of protected streams, and as many of the `others` as fit into GAP_STRETCH times one row."""
+    rows = list(protected[:1])
+    for slots, stretch in ((protected[1:], FULL_STRETCH), (others, GAP_STRETCH)):
+        for slot in slots:
+            runs = runs_of(sorted([*rows, slot]))
+            if sum([costs.optimistic(run.size) for run in runs]) <= stretch * costs.expected(1):
+                rows.append(slot)
+    return rows
+
+
 class Adaptive(Strategy):
     """Uses PrefillPriority while only bulk requests have slots, and decodes first otherwise."""
 
@@ -368,6 +429,7 @@ class Adaptive(Strategy):
         self._rows = BulkRows()
         self._prefill = BulkPrefill()
         self._skipping = TimeBudget(SKIPPED_SHARE)
+        self._protected = ProtectedSteps()
         self._kind = StepKind.BULK  # kind of the step that was built last
 
     def build_batch(
@@ -378,6 +440,10 @@ class Adaptive(Strategy):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._tokens_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
+        if not any(view.is_protected for view in slots):
+            self._protected.reset()
+        elif self.costs.is_measured and (allocations := self._protected_step(slots, budget, chunk_size)):
+            return allocations
         prompts = self._prompts_to_prefill([view for view in slots if not view.decoding])
         bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
         self._kind = self._kind_of(prompts, has_bulk_rows=bool(bulk))
@@ -385,9 +451,30 @@ class Adaptive(Strategy):
         if self._kind is not StepKind.PREFILL_SKIPPED:
             rows.update(self._rows.take(bulk, [view.slot for view in slots if view.is_interactive]))
         decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
-        if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
-            budget = min(budget, len(decoding) + self._tokens_in(MIXED_STEP_S))
+        num_protected = sum(view.num_pending for view in prompts if view.is_protected)
+        is_mixed = any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots)
+        if is_mixed or any(view.is_protected for view in slots):
+            budget = min(budget, len(decoding) + max(self._tokens_in(MIXED_STEP_S), num_protected))
         return decode_first([*decoding, *prompts], budget, chunk_size)
+
+    def _protected_step(self, slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
+        """Return the step for protected requests, or an empty list if the step is long."""
+        protected = [view.slot for view in slots if view.decoding and view.is_protected]
+        others = [view for view in slots if view.decoding and not view.is_protected]
+        streams = by_nearness([view.slot for view in others if view.is_interactive], protected)
+        bulk = by_nearness([view.slot for view in others if not view.is_interactive], [*protected, *streams])
+        rows = fluent_rows(protected, [*streams, *bulk], self.costs) if protected else []
+        prompts = [view for view in slots if not view.decoding]
+        urgent = [view for view in prompts if view.is_protected]
+        prompt_s = min([view.num_pending for view in urgent]) / self._rate if urgent else None
+        has_more = len(rows) < len(protected) + len(others) or len(urgent) < len(prompts)
+        self._kind = self._protected.kind(prompt_s, has_more=has_more, single_s=self.costs.expected(1))
+        if self._kind is StepKind.LONG:
+            return []
+        allocations = [(slot, 1) for slot in rows[:budget]]
+        if self._kind is StepKind.PROTECTED:
+            allocations += equal_chunks(urgent, budget - len(allocations), chunk_size)
+        return allocations
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
         """Return the prompts to prefill while interactive requests have slots.
@@ -412,6 +499,7 @@ class Adaptive(Strategy):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn the prefill rate, and the cost of bulk work while streams are decoded."""
         self._quiet_s += seconds
+        self._protected.observe(seconds)
         self._skipping.observe(seconds)
         if num_tokens and self._kind is not StepKind.BULK:
             self._prefill.observe(seconds, has_bulk=self._kind is StepKind.PREFILL_BULK)
