@@ -22,6 +22,7 @@ import operator
 import pkgutil
 import sys
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -54,11 +55,12 @@ FAR_STRETCH = 1.25  # allowed ratio of these steps to others: one longer step in
 FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 times the time of 2 (docs/adr/008-holes.md)
 FEWER = 0.8  # factor for the rows after a step that was too long: a fast decrease, because they grow one by one
 
-# Steps that decode protected streams.
+# Steps that decode protected streams. Long gaps should be less than 5 % of each stream's gaps.
 GAP_STRETCH = 1.9  # allowed ratio of a short step's duration to that of a single row: the gaps at most double
-FULL_STRETCH = 2.2
-LONG_EVERY = 400.0  # durations of a single row between two long steps
-PATIENCE = 1.0  # times that a protected prompt waits
+FULL_STRETCH = 2.2  # the same for steps with only protected rows
+START_STEPS = 96  # short steps after the start of a protected stream: a stream of fewer tokens has no long gap
+MIN_SHORT = 48  # short steps between long steps after that
+MAX_SHORT = 400  # short steps after which a long step follows in any case, so that other work never stops
 
 # Bulk prefill while streams decode.
 PREFILL_S = 0.1  # seconds of a step with bulk prefill that are free: no reader notices an occasional gap of this length
@@ -289,8 +291,7 @@ class StepKind(Enum):
 
     BULK = "only bulk requests have slots"
     SHORT = "decodes protected streams, and as many other rows as fit"
-    PROTECTED = "prefills protected prompts"
-    LONG = "prefills and decodes everything while a protected request has a slot"
+    PROTECTED = "prefills protected prompts, and decodes the same rows"
     DECODE = "decodes while an interactive request has a slot"
     PREFILL = "prefills interactive prompts"
     PREFILL_SKIPPED = "prefills interactive prompts while bulk rows wait"
@@ -378,45 +379,56 @@ class BulkPrefill:
             self._since_s = 0.0
 
 
-class ProtectedSteps:
-    """Decides which steps are long while protected streams are decoding."""
+class LongGaps:
+    """Decides which steps may cause long gaps in protected streams. Only steps that decode such streams are counted."""
 
     def __init__(self) -> None:
-        self._kind = StepKind.LONG  # kind of the last step
-        self._since_long_s = math.inf  # duration of the steps since the last long step
-        self._since_prompt_s = math.inf  # duration of the steps since the last step with prefill
+        self._since_start = 0  # short steps since a protected prompt was prefilled
+        self._since_long = 0  # short steps since everything was served
+        self._since_prefill_s = 0.0  # duration of the short steps since the last prefill
 
-    def kind(self, prompt_s: float | None, *, has_more: bool, single_s: float) -> StepKind:
-        """Return the kind of the next step.
+    @property
+    def is_long_step_due(self) -> bool:
+        """Return whether the next step may serve everything."""
+        return self._since_long >= MAX_SHORT or (self._since_start >= START_STEPS and self._since_long >= MIN_SHORT)
 
-        `prompt_s` is the expected time to prefill the shortest protected prompt, or None if no protected prompt waits.
-        `has_more` is true if a short step would omit other work.
+    def allows_prompt(self, prefill_s: float) -> bool:
+        """Return whether the next step may prefill a protected prompt, which takes `prefill_s` seconds.
+
+        A prompt waits no longer than its prefill takes, so prompts that arrive soon after each other share a gap.
         """
-        self._kind = StepKind.SHORT
-        if has_more and self._since_long_s >= LONG_EVERY * single_s:
-            self._kind = StepKind.LONG
-        elif prompt_s is not None and self._since_prompt_s >= PATIENCE * prompt_s:
-            self._kind = StepKind.PROTECTED
-        return self._kind
+        return self._since_prefill_s >= prefill_s
 
-    def reset(self) -> None:
-        """Forget earlier steps, because no protected request has a slot."""
-        self._since_long_s, self._since_prompt_s, self._kind = 0.0, math.inf, StepKind.SHORT
-
-    def observe(self, seconds: float) -> None:
-        self._since_long_s = 0.0 if self._kind is StepKind.LONG else self._since_long_s + seconds
-        self._since_prompt_s = 0.0 if self._kind is not StepKind.SHORT else self._since_prompt_s + seconds
+    def observe(self, kind: StepKind, seconds: float) -> None:
+        """Record a step."""
+        if kind is StepKind.SHORT:
+            self._since_start, self._since_long = self._since_start + 1, self._since_long + 1
+            self._since_prefill_s += seconds
+        else:
+            self._since_prefill_s = 0.0
+            if kind is StepKind.PROTECTED:
+                self._since_start = 0
+            else:
+                self._since_long = 0
 
 
 def fluent_rows(protected: Seq[int], others: Seq[int], costs: DecodeCosts) -> list[int]:
-    """Return the slots of protected streams, and as many of the `others` as fit into GAP_STRETCH times one row."""
-    rows = list(protected[:1])
-    for slots, stretch in ((protected[1:], FULL_STRETCH), (others, GAP_STRETCH)):
-        for slot in slots:
-            runs = runs_of(sorted([*rows, slot]))
-            if sum([costs.optimistic(run.size) for run in runs]) <= stretch * costs.expected(1):
-                rows.append(slot)
-    return rows
+    """Return the slots of the rows that are decoded in a short step.
+
+    The result contains the slots of the oldest protected streams, and as many of the other slots as fit into
+    GAP_STRETCH times the duration of a single row. If all protected streams together would take longer than
+    FULL_STRETCH times this duration, the youngest of them wait.
+    """
+
+    def seconds_of(rows: Seq[int]) -> float:
+        return sum([costs.optimistic(run.size) for run in runs_of(sorted(rows))])
+
+    def fitting(rows: Seq[int], more: Seq[int], stretch: float) -> list[int]:
+        counts = range(1, len(more) + 1)
+        num_more = bisect_right(counts, stretch * costs.expected(1), key=lambda num: seconds_of([*rows, *more[:num]]))
+        return [*rows, *more[:num_more]]
+
+    return fitting(fitting(protected[:1], protected[1:], FULL_STRETCH), others, GAP_STRETCH)
 
 
 class Adaptive(Strategy):
@@ -429,7 +441,7 @@ class Adaptive(Strategy):
         self._rows = BulkRows()
         self._prefill = BulkPrefill()
         self._skipping = TimeBudget(SKIPPED_SHARE)
-        self._protected = ProtectedSteps()
+        self._long_gaps = LongGaps()
         self._kind = StepKind.BULK  # kind of the step that was built last
 
     def build_batch(
@@ -440,40 +452,37 @@ class Adaptive(Strategy):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._tokens_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
-        if not any(view.is_protected for view in slots):
-            self._protected.reset()
-        elif self.costs.is_measured and (allocations := self._protected_step(slots, budget, chunk_size)):
-            return allocations
+        has_protected = any(view.is_protected for view in slots)
+        if has_protected and self.costs.is_measured and (rows := self._serve_protected(slots, budget, chunk_size)):
+            return rows
         prompts = self._prompts_to_prefill([view for view in slots if not view.decoding])
         bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
         self._kind = self._kind_of(prompts, has_bulk_rows=bool(bulk))
-        rows: set[int] = set()
+        bulk_rows: set[int] = set()
         if self._kind is not StepKind.PREFILL_SKIPPED:
-            rows.update(self._rows.take(bulk, [view.slot for view in slots if view.is_interactive]))
-        decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
+            bulk_rows.update(self._rows.take(bulk, [view.slot for view in slots if view.is_interactive]))
+        decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in bulk_rows)]
         num_protected = sum(view.num_pending for view in prompts if view.is_protected)
         is_mixed = any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots)
         if is_mixed or any(view.is_protected for view in slots):
             budget = min(budget, len(decoding) + max(self._tokens_in(MIXED_STEP_S), num_protected))
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
-    def _protected_step(self, slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
-        """Return the step for protected requests, or an empty list if the step is long."""
-        protected = [view.slot for view in slots if view.decoding and view.is_protected]
-        others = [view for view in slots if view.decoding and not view.is_protected]
-        streams = by_nearness([view.slot for view in others if view.is_interactive], protected)
-        bulk = by_nearness([view.slot for view in others if not view.is_interactive], [*protected, *streams])
-        rows = fluent_rows(protected, [*streams, *bulk], self.costs) if protected else []
-        prompts = [view for view in slots if not view.decoding]
-        urgent = [view for view in prompts if view.is_protected]
-        prompt_s = min([view.num_pending for view in urgent]) / self._rate if urgent else None
-        has_more = len(rows) < len(protected) + len(others) or len(urgent) < len(prompts)
-        self._kind = self._protected.kind(prompt_s, has_more=has_more, single_s=self.costs.expected(1))
-        if self._kind is StepKind.LONG:
-            return []
+    def _serve_protected(self, slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
+        """Return a short step, or a step that prefills protected prompts. Return an empty list for a long step."""
+        protected = [view.slot for view in slots if view.is_protected and view.decoding]
+        prompts = [view for view in slots if view.is_protected and not view.decoding]
+        streams = [view.slot for view in slots if view.is_interactive and not view.is_protected and view.decoding]
+        bulk = [view.slot for view in slots if not view.is_interactive and view.decoding]
+        others = [*by_nearness(streams, protected), *by_nearness(bulk, [*protected, *streams])]
+        rows = fluent_rows(protected, others, self.costs) if protected else []
         allocations = [(slot, 1) for slot in rows[:budget]]
-        if self._kind is StepKind.PROTECTED:
-            allocations += equal_chunks(urgent, budget - len(allocations), chunk_size)
+        if prompts and (not protected or self._long_gaps.allows_prompt(prompts[0].num_pending / self._rate)):
+            self._kind = StepKind.PROTECTED
+            return allocations + equal_chunks(prompts, budget - len(allocations), chunk_size)
+        if len(rows) < len(slots) and self._long_gaps.is_long_step_due:
+            return []
+        self._kind = StepKind.SHORT
         return allocations
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
@@ -499,7 +508,7 @@ class Adaptive(Strategy):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn the prefill rate, and the cost of bulk work while streams are decoded."""
         self._quiet_s += seconds
-        self._protected.observe(seconds)
+        self._long_gaps.observe(self._kind, seconds)
         self._skipping.observe(seconds)
         if num_tokens and self._kind is not StepKind.BULK:
             self._prefill.observe(seconds, has_bulk=self._kind is StepKind.PREFILL_BULK)
