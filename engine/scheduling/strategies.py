@@ -475,9 +475,13 @@ class Adaptive(Strategy):
         streams = [view.slot for view in slots if view.is_interactive and not view.is_protected and view.decoding]
         bulk = [view.slot for view in slots if not view.is_interactive and view.decoding]
         others = [*by_nearness(streams, protected), *by_nearness(bulk, [*protected, *streams])]
-        rows = fluent_rows(protected, others, self.costs) if protected else []
-        allocations = [(slot, 1) for slot in rows[:budget]]
-        if prompts and (not protected or self._long_gaps.allows_prompt(prompts[0].num_pending / self._rate)):
+        num_chunk = min(prompts[0].num_pending, budget, chunk_size) if prompts else 0
+        if protected:
+            rows = fluent_rows(protected, others, self.costs)
+        else:  # other rows skip a single step, but don't wait for a long prompt
+            rows = others if num_chunk < prompts[0].num_pending else []
+        allocations = [(slot, 1) for slot in rows[: max(1, budget - num_chunk)]]
+        if prompts and (not protected or self._long_gaps.allows_prompt(num_chunk / self._rate)):
             self._kind = StepKind.PROTECTED
             return allocations + equal_chunks(prompts, budget - len(allocations), chunk_size)
         if len(rows) < len(slots) and self._long_gaps.is_long_step_due:
