@@ -480,7 +480,7 @@ class Adaptive(Strategy):
             rows = fluent_rows(protected, others, self.costs)
         else:  # other rows skip a single step, but don't wait for a long prompt
             rows = others if num_chunk < prompts[0].num_pending else []
-        allocations = [(slot, 1) for slot in rows[: max(1, budget - num_chunk)]]
+        allocations = [(slot, 1) for slot in rows[: max(1, budget // 2)]]
         if prompts and (not protected or self._long_gaps.allows_prompt(num_chunk / self._rate)):
             self._kind = StepKind.PROTECTED
             return allocations + equal_chunks(prompts, budget - len(allocations), chunk_size)
