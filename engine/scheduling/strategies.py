@@ -56,8 +56,7 @@ FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 time
 FEWER = 0.8  # factor for the rows after a step that was too long: a fast decrease, because they grow one by one
 
 # Steps that decode protected streams. Long gaps should be less than 5 % of each stream's gaps.
-GAP_STRETCH = 1.9  # allowed ratio of a short step's duration to that of a single row: the gaps at most double
-FULL_STRETCH = 2.2  # the same for steps with only protected rows
+GAP_STRETCH = 1.9  # allowed ratio of a short step's duration to that of a single row: gaps at most double, with noise
 START_STEPS = 96  # short steps after the start of a protected stream: a stream of fewer tokens has no long gap
 MIN_SHORT = 48  # short steps between long steps after that
 MAX_SHORT = 400  # short steps after which a long step follows in any case, so that other work never stops
@@ -412,23 +411,13 @@ class LongGaps:
                 self._since_long = 0
 
 
-def fluent_rows(protected: Seq[int], others: Seq[int], costs: DecodeCosts) -> list[int]:
-    """Return the slots of the rows that are decoded in a short step.
+def fluent_rows(slots: Seq[int], costs: DecodeCosts) -> Seq[int]:
+    """Return the first of these slots, as many as can be decoded within GAP_STRETCH times the duration of one row."""
 
-    The result contains the slots of the oldest protected streams, and as many of the other slots as fit into
-    GAP_STRETCH times the duration of a single row. If all protected streams together would take longer than
-    FULL_STRETCH times this duration, the youngest of them wait.
-    """
+    def seconds_of(num_rows: int) -> float:
+        return sum([costs.optimistic(run.size) for run in runs_of(sorted(slots[:num_rows]))])
 
-    def seconds_of(rows: Seq[int]) -> float:
-        return sum([costs.optimistic(run.size) for run in runs_of(sorted(rows))])
-
-    def fitting(rows: Seq[int], more: Seq[int], stretch: float) -> list[int]:
-        counts = range(1, len(more) + 1)
-        num_more = bisect_right(counts, stretch * costs.expected(1), key=lambda num: seconds_of([*rows, *more[:num]]))
-        return [*rows, *more[:num_more]]
-
-    return fitting(fitting(protected[:1], protected[1:], FULL_STRETCH), others, GAP_STRETCH)
+    return slots[: max(1, bisect_right(range(1, len(slots) + 1), GAP_STRETCH * costs.expected(1), key=seconds_of))]
 
 
 class Adaptive(Strategy):
@@ -477,7 +466,7 @@ class Adaptive(Strategy):
         others = [*by_nearness(streams, protected), *by_nearness(bulk, [*protected, *streams])]
         num_chunk = min(prompts[0].num_pending, budget, chunk_size) if prompts else 0
         if protected:
-            rows = fluent_rows(protected, others, self.costs)
+            rows = fluent_rows([*protected, *others], self.costs)
         else:  # other rows skip a single step, but don't wait for a long prompt
             rows = others if num_chunk < prompts[0].num_pending else []
         allocations = [(slot, 1) for slot in rows[: max(1, budget // 2)]]
