@@ -152,14 +152,20 @@ class Level:
     def retries(self) -> list[tuple[float, float]]:
         """Return the announced and the actual seconds until a request could be accepted, for each refused request.
 
-        The actual time is the time until the next request of the same tier was accepted. Refusals after which no
-        request of this tier was accepted are omitted.
+        A request could be accepted at some time between the last refused and the first accepted attempt of the same
+        tier after the refusal. Attempts include repeated requests. The actual time is the time in this range that is
+        closest to the announced one. Refusals after which no request of this tier was accepted are omitted.
         """
+        attempts = [*self.outcomes, *(each.retried for each in self.outcomes if each.retried is not None)]
         pairs = []
         for outcome in (each for each in self.outcomes if each.retry_after_s is not None):
-            accepted = [o.at_s for o in self.of(outcome.tier) if o.retry_after_s is None and o.at_s > outcome.at_s]
+            later = [each for each in attempts if each.tier == outcome.tier and each.at_s > outcome.at_s]
+            accepted = [each.at_s for each in later if each.retry_after_s is None]
             if accepted:
-                pairs.append((outcome.retry_after_s or 0.0, min(accepted) - outcome.at_s))
+                refused = [each.at_s for each in later if each.retry_after_s is not None and each.at_s < min(accepted)]
+                least_s, most_s = max(refused, default=outcome.at_s) - outcome.at_s, min(accepted) - outcome.at_s
+                announced_s = outcome.retry_after_s or 0.0
+                pairs.append((announced_s, min(max(announced_s, least_s), most_s)))
         return pairs
 
 
@@ -202,7 +208,7 @@ def run(args: argparse.Namespace) -> Report:
     caveats = [
         f"Clients, servers and Redis share {CORES} cores. The limits are those of the faster idle server.",
         "A refused or abandoned request and the repetition of a refused request don't count towards goodput.",
-        "A Retry-After is compared with the time until the next accepted request, so arrivals limit the precision.",
+        "Whether a Retry-After was right is known only if other requests of the tier arrive at the right time.",
     ]
     return Report(rows, ratios, targets, caveats)
 
@@ -334,7 +340,8 @@ async def _converse(send: Send, outcome: Outcome, patience_s: float) -> None:
     await _send(send, outcome, patience_s)
     if outcome.retry_after_s is not None:
         await asyncio.sleep(outcome.retry_after_s)
-        outcome.retried = replace(outcome, retry_after_s=None, times=StreamTimes(outcome.times.line))
+        times, at_s = StreamTimes(outcome.times.line), outcome.at_s + outcome.retry_after_s
+        outcome.retried = replace(outcome, at_s=at_s, retry_after_s=None, times=times)
         await _send(send, outcome.retried, patience_s)
 
 
