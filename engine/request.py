@@ -245,6 +245,7 @@ def _from_json(name: str, value: Any) -> Any:
 
 
 DEFAULT_PRIORITY = 3
+PROTECTED_PRIORITY = 2  # the least urgent priority of protected requests, whose gaps between tokens stay short
 INTERACTIVE_PRIORITY = 5  # the least urgent priority of interactive requests; higher numbers are bulk work
 
 Mode = Literal["generate", "stream"]  # whether a caller gets the text at the end or in chunks
@@ -341,6 +342,11 @@ class Request:
     def is_interactive(self) -> bool:
         """Whether a reader is waiting for each token. A request that is not interactive is bulk work."""
         return self.priority <= INTERACTIVE_PRIORITY
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether other requests may delay this interactive request only slightly (docs/adr/032-overload.md)."""
+        return self.priority <= PROTECTED_PRIORITY
 
     def _check_adapters(self) -> None:
         adapters, max_scale = self.adapters or (), limits.MAX_ADAPTER_SCALE

@@ -129,8 +129,7 @@ class Engine:
         if not self._inbox.submit(Command("submit", handle)):
             self.adapters.release(handle.adapters)
             raise EngineStopped("the engine is closed; load the model again")
-        if request.is_interactive:
-            self._core.forward.interrupt_bulk()
+        self._core.forward.note_arrival(request)
         handle.add_done_callback(self._note_end)
         return handle
 

@@ -151,7 +151,7 @@ class EngineCore:
 
     def _admit(self, now: float) -> None:
         """Assign slots and samplers to waiting sequences."""
-        for sequence in self.scheduler.admit(now, self.requests.fail):
+        for sequence in self.scheduler.admit(now, self.requests.fail, self.requests.time_out):
             self.requests.start(sequence)
 
     def _move(self) -> None:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from cellama.config.logging import event_logger
 from cellama.engine.backend import ABORTED, NO_FREE_CELLS, Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
+from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, SlotWork, work_of
-from cellama.engine.scheduling.strategies import MIN_CHUNK, Interruptions
+from cellama.engine.scheduling.strategies import MIN_CHUNK, Interruptions, prefill_order
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
@@ -47,7 +48,7 @@ class Computed(NamedTuple):
 class Forward:
     """Runs the decode calls of a step.
 
-    Only the engine thread may use this class, except for `interrupt_bulk` and reads of `abortable_handle`.
+    Only the engine thread may use this class, except for `note_arrival` and reads of `abortable_handle`.
     """
 
     def __init__(
@@ -63,16 +64,23 @@ class Forward:
         self.abortable_handle: Handle | None = None  # cancelling this request aborts the current decode call
         self._is_interruptible = False  # an arriving interactive request aborts the current decode call
         self._has_arrival = False  # an interactive request has arrived since the step started
+        self._has_protected_arrival = False  # a protected request has arrived since the step started
 
     def begin_step(self) -> None:
-        """Clear the flag that is set when an interactive request arrives.
+        """Clear the flags that are set when an interactive request arrives.
 
         This method must be called before the inbox is read.
         """
-        self._has_arrival = False
+        self._has_arrival = self._has_protected_arrival = False
 
-    def interrupt_bulk(self) -> None:
-        """Stop this step's bulk work because an interactive request has arrived. Any thread may call this method."""
+    def note_arrival(self, request: Request) -> None:
+        """Stop this step's bulk work if an interactive request has arrived. Any thread may call this method.
+
+        If a protected request has arrived, all decode calls without protected requests are left to a later step.
+        """
+        self._has_protected_arrival |= request.is_protected
+        if not request.is_interactive:
+            return
         self._has_arrival = True
         if self._is_interruptible:
             self._backend.abort()
@@ -93,7 +101,8 @@ class Forward:
         else:
             micro_batches = micro_batches_of(works, unified=self._backend.unified)
         for micro_batch in micro_batches:
-            yield from self._compute(micro_batch)
+            if not self._has_protected_arrival or any(work.sequence.request.is_protected for work in micro_batch):
+                yield from self._compute(micro_batch)
 
     def _compute(self, works: list[SlotWork]) -> Iterator[Computed]:
         # Skip work that is out of date, because its request has ended or lost its slot.
@@ -223,7 +232,7 @@ def micro_batches_of(works: Seq[SlotWork], *, unified: bool) -> list[list[SlotWo
         if len(work.chunk.tokens) == 1:
             single.append(work)
         elif _is_awaited(work) and (len(work.chunk.tokens) >= MIN_CHUNK or lengths[len(work.chunk.tokens)] == 1):
-            awaited.append((work.sequence.admitted_at or 0.0, work))
+            awaited.append((prefill_order(work.sequence), work))
         else:
             others.append(work)
     awaited.sort(key=lambda entry: entry[0])

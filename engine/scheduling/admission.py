@@ -299,8 +299,8 @@ class SlotFinder:
 
     def _slots_like(self, sequence: Sequence) -> list[int]:
         """Return the slots with this sequence's class and adapters, which llama.cpp can decode in one pass."""
-        kind = sequence.request.is_interactive, sequence.adapters
-        return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
+        kind = _kind_of(sequence)
+        return [slot for slot, s in enumerate(self._slots) if s and _kind_of(s) == kind]
 
     def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
         """Return the running sequences that this sequence may preempt, in the order in which they should be preempted.
@@ -362,6 +362,10 @@ class SlotFinder:
         gone = frozenset(victims)
         others = [holder for holder in self._slots.running if holder not in gone]
         return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
+
+
+def _kind_of(sequence: Sequence) -> Hashable:
+    return sequence.request.is_interactive, sequence.request.is_protected, sequence.adapters
 
 
 def _will_compute(sequence: Sequence, length: int) -> bool:

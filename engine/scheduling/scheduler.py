@@ -19,7 +19,7 @@ from .decode_costs import DecodeCosts
 from .sequence import Sequence, SlotTable, SlotWork, State, work_of
 from .shares import FairShares
 from .slot_layout import SlotLayout, pass_rows_of
-from .strategies import Guarded, SlotView, Strategy, prefill_order
+from .strategies import MIN_CHUNK, Guarded, SlotView, Strategy, prefill_order
 
 SLICE_S = 0.1  # seconds of a turn: a switch costs 4 to 9% of it, and the other groups wait that long
 BULK_SLICE_S = 0.5  # seconds of a turn while only bulk requests have slots: a switch costs 1 to 2%
@@ -89,6 +89,7 @@ class AdapterRotation:
         return SLICE_S if any(group.num_interactive for group in self._groups.values()) else BULK_SLICE_S
 
 
+RATE_WEIGHT = 0.2  # weight of a new value in the mean prefill rate: about the last ten values count
 MAX_PASSED_OVER = 64  # waiting sequences that one search of the queue may skip, so that steps stay short
 
 OnFailure = Callable[[Sequence, Exception], None]
@@ -124,9 +125,10 @@ class Scheduler:
         self._rotation = AdapterRotation()
         self.finder = SlotFinder(self.cache, self.slots, self.shares, limits.bulk_slots)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
-        self.costs = DecodeCosts()
+        self.costs = strategy.costs = DecodeCosts()
         self.layout = SlotLayout(self.cache, self.slots, self.costs, limits.budget)
         self.num_preemptions = 0
+        self._prefill_rate = math.inf  # recent tokens per second in decode calls that prefill prompts
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise PromptTooLong if a prompt of this length can never fit into a slot."""
@@ -146,13 +148,16 @@ class Scheduler:
 
     # Admission and preemption
 
-    def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
+    def admit(
+        self, now: float, on_failure: OnFailure | None = None, on_late: Callable[[Sequence], None] | None = None
+    ) -> list[Sequence]:
         """Assign slots to waiting sequences, the most urgent first, and return the admitted sequences.
 
         Each admitted sequence reuses the longest available prefix. Sequences of equal urgency take turns by fairness
         key. A sequence is skipped while another sequence is computing a prefix that the skipped sequence can reuse. A
         more urgent sequence may preempt a running sequence. If admitting a sequence raises an unexpected exception, the
-        sequence is passed to `on_failure`, which releases it.
+        sequence is passed to `on_failure`, which releases it. A sequence that would reach its deadline before its next
+        token is passed to `on_late`, which releases it, so that no time is spent on its prompt.
         """
         if not self.num_waiting:
             return []
@@ -163,6 +168,9 @@ class Scheduler:
         is_full = False  # then only interactive sequences can still get a slot, by preempting a bulk sequence
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self._next_waiting(is_full)) is not None:
             try:
+                if on_late is not None and self._is_too_late(sequence, now):
+                    on_late(sequence)
+                    continue
                 is_waiting = self.finder.await_prefix(sequence, now)
                 sequence.note_prefix_wait(is_waiting, now)
                 if is_waiting:
@@ -199,6 +207,15 @@ class Scheduler:
             if bulk is not None:
                 return bulk
         return self.queue.pop(only="interactive" if is_full else None)
+
+    def _is_too_late(self, sequence: Sequence, now: float) -> bool:
+        """Return whether the sequence's prefill would take until after its deadline."""
+        if sequence.deadline is None:
+            return False
+        num_possible = (sequence.deadline - now) * self._prefill_rate
+        if len(sequence.tokens) <= num_possible:
+            return False
+        return len(sequence.tokens) - self.cache.longest_prefix(sequence.tokens, sequence.scope) > num_possible
 
     def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
         """Return a slot for the sequence, or None if it must wait.
@@ -297,6 +314,7 @@ class Scheduler:
             and self.only_decodes
             and len(running) <= self.limits.budget
             and not self._rotation.is_needed
+            and not (self.slots.has_protected and len(running) > 1)
             and self.strategy.decodes_all(is_interactive=not self.slots.num_bulk)
         ):
             return [work_of(sequence, 1) for sequence in running]
@@ -314,7 +332,12 @@ class Scheduler:
         return [_view(s) for s in sorted(busy, key=prefill_order)]
 
     def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Learn from the duration of a decode call with these chunks, unless the call prefilled prompts."""
+        """Learn from the duration of a decode call with these chunks."""
+        num_tokens = sum([len(chunk.tokens) for chunk in chunks])
+        if num_tokens >= MIN_CHUNK + len(chunks) and seconds > 0:
+            rate = num_tokens / seconds
+            known = self._prefill_rate
+            self._prefill_rate = rate if math.isinf(known) else known + (rate - known) * RATE_WEIGHT
         if all(chunk.decode or len(chunk.tokens) == 1 for chunk in chunks):
             self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 

@@ -283,16 +283,16 @@ class SlotLayout:
         return [self._kind(slot) for slot in range(len(self._slots))]
 
     def _kind(self, slot: int) -> int:
-        """Return the class of the slot's sequence: 2 (interactive) or 1 (bulk), or 0 for an idle slot."""
+        """Return the class of a slot's sequence: 3 (protected), 2 (interactive) or 1 (bulk), or 0 for an idle slot."""
         holder = self._slots[slot]
-        return 0 if holder is None else 1 + holder.request.is_interactive
+        return 0 if holder is None else 1 + holder.request.is_interactive + holder.request.is_protected
 
     def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
         """Yield groups of busy slots that are decoded together, each with the slots to which the group can move.
 
-        All sequences in a group have the same adapters. If a group contains both classes, its interactive slots also
-        form a group. Few bulk rows are decoded together with interactive slots (strategies.py), so an interactive slot
-        can also swap places with a bulk slot.
+        All sequences in a group have the same adapters. If a group contains several classes, its protected slots also
+        form a group, and so do its interactive slots. Few other rows are decoded together with these slots
+        (strategies.py), so such a slot can also swap places with a slot of a less urgent class.
         """
         idle = self._slots.idle
         groups: dict[Hashable, list[int]] = {}
@@ -302,10 +302,11 @@ class SlotLayout:
             groups.setdefault(holder.adapters, []).append(slot)
         for group in groups.values():
             yield group, idle
-            streams = [slot for slot in group if self._kind(slot) > 1]
-            if 0 < len(streams) < len(group):
-                bulk = set(group).difference(streams)
-                yield streams, sorted([*idle, *bulk])
+            for kind in (2, 3):
+                streams = [slot for slot in group if self._kind(slot) >= kind]
+                if 0 < len(streams) < len(group):
+                    others = set(group).difference(streams)
+                    yield streams, sorted([*idle, *others])
 
     def _profitable_moves(self, slots: list[int], targets: list[int]) -> list[Move]:
         if not targets or slots[-1] - slots[0] + 1 == len(slots):

@@ -22,6 +22,7 @@ import operator
 import pkgutil
 import sys
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -29,10 +30,11 @@ from typing import NamedTuple, TypeVar
 
 from cellama.config.logging import event_logger
 from cellama.engine.errors import InvalidRequest, nearest
-from cellama.engine.request import INTERACTIVE_PRIORITY
+from cellama.engine.request import INTERACTIVE_PRIORITY, PROTECTED_PRIORITY
 
+from .decode_costs import DecodeCosts
 from .sequence import Sequence
-from .slot_layout import by_nearness
+from .slot_layout import by_nearness, runs_of
 
 log = event_logger(__name__)
 T = TypeVar("T")
@@ -52,6 +54,12 @@ FAR_EVERY = 4  # steps between turns of rows that are not adjacent to streams: t
 FAR_STRETCH = 1.25  # allowed ratio of these steps to others: one longer step in four hardly changes the median gap
 FIRST_ROWS = 8  # rows before the first measurement: a CPU decodes 8 in 1.5 times the time of 2 (docs/adr/008-holes.md)
 FEWER = 0.8  # factor for the rows after a step that was too long: a fast decrease, because they grow one by one
+
+# Steps that decode protected streams. Long gaps should be less than 5 % of each stream's gaps.
+GAP_STRETCH = 1.9  # allowed ratio of a short step's duration to that of a single row: gaps at most double, with noise
+START_STEPS = 96  # short steps after the start of a protected stream: a stream of fewer tokens has no long gap
+MIN_SHORT = 48  # short steps between long steps after that
+MAX_SHORT = 400  # short steps after which a long step follows in any case, so that other work never stops
 
 # Bulk prefill while streams decode.
 PREFILL_S = 0.1  # seconds of a step with bulk prefill that are free: no reader notices an occasional gap of this length
@@ -87,12 +95,21 @@ class SlotView(NamedTuple):
     def is_interactive(self) -> bool:
         return self.priority <= INTERACTIVE_PRIORITY
 
+    @property
+    def is_protected(self) -> bool:
+        return self.priority <= PROTECTED_PRIORITY
+
 
 TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in the batch of the step
 
 
 class Strategy(ABC):
-    """Allocates the tokens of a step to slots. To write your own strategy, subclass this class."""
+    """Allocates the tokens of a step to slots. To write your own strategy, subclass this class.
+
+    The scheduler sets `costs` to the measured durations of decode calls on this machine.
+    """
+
+    costs = DecodeCosts()
 
     @abstractmethod
     def build_batch(
@@ -272,7 +289,8 @@ class Interruptions:
 
 def prefill_order(sequence: Sequence) -> float:
     """Return the sort key of a prefilling sequence. Sequences with smaller keys are prefilled first."""
-    return (sequence.admitted_at or 0.0) + (0.0 if sequence.request.is_interactive else BULK_PATIENCE_S)
+    request = sequence.request
+    return (sequence.admitted_at or 0.0) + BULK_PATIENCE_S * ((not request.is_interactive) - request.is_protected)
 
 
 def yields_slot_despite_age(victim: Sequence, sequence: Sequence, now: float) -> bool:
@@ -286,6 +304,8 @@ class StepKind(Enum):
     """The kind of the last step of `Adaptive`, which determines what the strategy learns from the step's duration."""
 
     BULK = "only bulk requests have slots"
+    SHORT = "decodes protected streams, and as many other rows as fit"
+    PROTECTED = "prefills protected prompts, and decodes the same rows"
     DECODE = "decodes while an interactive request has a slot"
     PREFILL = "prefills interactive prompts"
     PREFILL_SKIPPED = "prefills interactive prompts while bulk rows wait"
@@ -378,6 +398,48 @@ class BulkPrefill:
             self._since_s = 0.0
 
 
+class LongGaps:
+    """Decides which steps may cause long gaps in protected streams. Only steps that decode such streams are counted."""
+
+    def __init__(self) -> None:
+        self._since_start = 0  # short steps since a protected prompt was prefilled
+        self._since_long = 0  # short steps since everything was served
+        self._since_prefill_s = 0.0  # duration of the short steps since the last prefill
+
+    @property
+    def is_long_step_due(self) -> bool:
+        """Return whether the next step may serve everything."""
+        return self._since_long >= MAX_SHORT or (self._since_start >= START_STEPS and self._since_long >= MIN_SHORT)
+
+    def allows_prompt(self, prefill_s: float) -> bool:
+        """Return whether the next step may prefill a protected prompt, which takes `prefill_s` seconds.
+
+        A prompt waits no longer than its prefill takes, so prompts that arrive soon after each other share a gap.
+        """
+        return self._since_prefill_s >= prefill_s
+
+    def observe(self, kind: StepKind, seconds: float) -> None:
+        """Record a step."""
+        if kind is StepKind.SHORT:
+            self._since_start, self._since_long = self._since_start + 1, self._since_long + 1
+            self._since_prefill_s += seconds
+        else:
+            self._since_prefill_s = 0.0
+            if kind is StepKind.PROTECTED:
+                self._since_start = 0
+            else:
+                self._since_long = 0
+
+
+def fluent_rows(slots: Seq[int], costs: DecodeCosts) -> Seq[int]:
+    """Return the first of these slots, as many as can be decoded within GAP_STRETCH times the duration of one row."""
+
+    def seconds_of(num_rows: int) -> float:
+        return sum([costs.optimistic(run.size) for run in runs_of(sorted(slots[:num_rows]))])
+
+    return slots[: max(1, bisect_right(range(1, len(slots) + 1), GAP_STRETCH * costs.expected(1), key=seconds_of))]
+
+
 class Adaptive(Strategy):
     """Uses PrefillPriority while only bulk requests have slots, and decodes first otherwise."""
 
@@ -388,6 +450,7 @@ class Adaptive(Strategy):
         self._rows = BulkRows()
         self._prefill = BulkPrefill()
         self._skipping = TimeBudget(SKIPPED_SHARE)
+        self._long_gaps = LongGaps()
         self._kind = StepKind.BULK  # kind of the step that was built last
 
     def build_batch(
@@ -398,15 +461,20 @@ class Adaptive(Strategy):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._tokens_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
+        has_protected = any(view.is_protected for view in slots)
+        if has_protected and self.costs.is_measured and (rows := self._serve_protected(slots, budget, chunk_size)):
+            return rows
         prompts = self._prompts_to_prefill([view for view in slots if not view.decoding])
         bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
         self._kind = self._kind_of(prompts, has_bulk_rows=bool(bulk))
-        rows: set[int] = set()
+        bulk_rows: set[int] = set()
         if self._kind is not StepKind.PREFILL_SKIPPED:
-            rows.update(self._rows.take(bulk, [view.slot for view in slots if view.is_interactive]))
-        decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
-        if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
-            budget = min(budget, len(decoding) + self._tokens_in(MIXED_STEP_S))
+            bulk_rows.update(self._rows.take(bulk, [view.slot for view in slots if view.is_interactive]))
+        decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in bulk_rows)]
+        num_protected = sum(view.num_pending for view in prompts if view.is_protected)
+        is_mixed = any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots)
+        if is_mixed or any(view.is_protected for view in slots):
+            budget = min(budget, len(decoding) + max(self._tokens_in(MIXED_STEP_S), num_protected))
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
     def decodes_all(self, *, is_interactive: bool) -> bool:
@@ -415,6 +483,27 @@ class Adaptive(Strategy):
             self._quiet_s, self._kind = 0.0, StepKind.DECODE
             self._rows.skip()
         return True
+
+    def _serve_protected(self, slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
+        """Return a short step, or a step that prefills protected prompts. Return an empty list for a long step."""
+        protected = [view.slot for view in slots if view.is_protected and view.decoding]
+        prompts = [view for view in slots if view.is_protected and not view.decoding]
+        streams = [view.slot for view in slots if view.is_interactive and not view.is_protected and view.decoding]
+        bulk = [view.slot for view in slots if not view.is_interactive and view.decoding]
+        others = [*by_nearness(streams, protected), *by_nearness(bulk, [*protected, *streams])]
+        num_chunk = min(prompts[0].num_pending, budget, chunk_size) if prompts else 0
+        if protected:
+            rows = fluent_rows([*protected, *others], self.costs)
+        else:  # other rows skip a single step, but don't wait for a long prompt
+            rows = others if num_chunk < prompts[0].num_pending else []
+        allocations = [(slot, 1) for slot in rows[: max(1, budget // 2)]]
+        if prompts and (not protected or self._long_gaps.allows_prompt(num_chunk / self._rate)):
+            self._kind = StepKind.PROTECTED
+            return allocations + equal_chunks(prompts, budget - len(allocations), chunk_size)
+        if len(rows) < len(slots) and self._long_gaps.is_long_step_due:
+            return []
+        self._kind = StepKind.SHORT
+        return allocations
 
     def _prompts_to_prefill(self, prompts: list[SlotView]) -> list[SlotView]:
         """Return the prompts to prefill while interactive requests have slots.
@@ -439,6 +528,7 @@ class Adaptive(Strategy):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn the prefill rate, and the cost of bulk work while streams are decoded."""
         self._quiet_s += seconds
+        self._long_gaps.observe(self._kind, seconds)
         self._skipping.observe(seconds)
         if num_tokens and self._kind is not StepKind.BULK:
             self._prefill.observe(seconds, has_bulk=self._kind is StepKind.PREFILL_BULK)

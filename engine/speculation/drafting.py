@@ -12,7 +12,7 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.sequence import Sequence, SlotWork
 from cellama.engine.scheduling.slot_layout import SlotLayout
-from cellama.engine.scheduling.strategies import BULK_STEP_S, MIXED_STEP_S
+from cellama.engine.scheduling.strategies import BULK_STEP_S, GAP_STRETCH, MIXED_STEP_S
 from cellama.engine.snapshots import SourceDrafts
 
 from .draft_model import ANY_BUCKET, NAME, SURE_RATE, DraftModel
@@ -61,6 +61,7 @@ class Drafting:
 
         The options enable drafts, and limit the number of rows with logits in a decode call.
         """
+        self._costs = costs
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, SourceDrafts] = {}  # totals by source
         self._cache = cache
@@ -139,8 +140,7 @@ class Drafting:
         if self._model is None and not any(self._drafted[work.sequence].draft for work in works):
             self.gate.skip()
             return [works]
-        is_interactive = any(work.sequence.request.is_interactive for work in works)
-        max_s = MIXED_STEP_S if is_interactive else BULK_STEP_S
+        max_s = self._max_step_s(works)
         if self._model is None:
             lengths = self.gate.choose([self._candidate(work) for work in works], max_s)
         else:
@@ -156,6 +156,13 @@ class Drafting:
             [w for w in with_drafts if len(w.chunk.tokens) == 1],
         ]
         return [part for part in parts if part]
+
+    def _max_step_s(self, works: Seq[SlotWork]) -> float:
+        """Return the maximum expected duration of a decode call with drafts, in seconds."""
+        requests = [work.sequence.request for work in works]
+        if len(requests) > 1 and any(request.is_protected for request in requests):
+            return GAP_STRETCH * self._costs.expected(1)  # the drafts of one request would lengthen the gaps of others
+        return MIXED_STEP_S if any(request.is_interactive for request in requests) else BULK_STEP_S
 
     def _ask_sources(self, sequence: Sequence) -> None:
         """Store the draft from the source with the highest acceptance rate for the first token."""

@@ -6,7 +6,8 @@ messages, and moves them to the new channels after it has reconnected.
 
 Urgent jobs start before bulk jobs. The consumer has two channels on two connections: one for urgent and one for bulk
 jobs. If bulk jobs use up a model's capacity, the worker still receives urgent jobs for this model, and the engine
-preempts bulk requests to run the urgent jobs (docs/delivery.md).
+preempts bulk requests to run the urgent jobs (docs/delivery.md). In the same way, the worker receives protected jobs
+(priorities 0 to 2) even if other urgent jobs use up the capacity.
 
 A worker reads only the queues of models that have capacity, and takes several messages at a time (`QueueReader`).
 Kombu's own channels treat all queues alike, and take only one message at a time.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -52,6 +54,7 @@ from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract.names import (
     BULK_PRIORITIES,
     DEFAULT_MODEL,
+    PROTECTED_PRIORITIES,
     SUBMITTED_AT_HEADER,
     TOKEN_HEADER,
     URGENT_PRIORITIES,
@@ -73,6 +76,9 @@ TAKE_RETRY_S = 0.5  # between two attempts to take a message while Redis is unre
 ACK_RETRY_S = 1.0  # between two attempts to acknowledge a message while there is no channel
 PROBE_WAITS_S = (0.5, 1.0, 2.0)  # seconds between two checks whether Redis accepts commands; the last value repeats
 EVENT_FLUSH_S = 0.1  # Celery sends events in each turn of the loop, but Flower shows no difference
+# Seconds without capacity after which a worker reads only protected jobs. If jobs last for milliseconds, ending such a
+# BRPOP after each job would cost more than the wait for capacity.
+FULL_S = 0.02
 MAX_EVENTS = 1000  # per message of events; a full buffer is sent at once
 
 
@@ -177,12 +183,14 @@ class QueueReader:
         self._lease_s = lease_s
         self._job_limits = job_limits
         self._priorities = priorities
+        self._protected_priorities = [priority for priority in priorities if priority in PROTECTED_PRIORITIES]
         self._counted_readers = [*before, self]
         self._has_guarantee = bool(before)
         self._cache = cache
+        self._full_since: dict[str, float] = {}  # monotonic seconds, by model without capacity
         self._left_until: dict[str, float] = {}  # monotonic seconds, by model whose next jobs are left to other workers
         self.waits_for_redis = True  # False once the worker stops
-        self._requested: frozenset[str] = frozenset()  # the queues of the BRPOP that waits
+        self._requested: frozenset[str] = frozenset()  # the keys of the BRPOP that waits
         self._client_id: tuple[Any, int] | None = None  # the socket, and the id of its client in Redis
         self._can_unblock = True
         self._qos = LedgerQoS(channel, ledger, self.can_take)
@@ -199,12 +207,42 @@ class QueueReader:
                 capacity[queue] = max(capacity[queue], guaranteed)
         return capacity
 
+    def _protected_capacity(self, queues: Sequence[str]) -> dict[str, int]:
+        """Return how many protected jobs can be taken from each of these queues, regardless of less urgent jobs.
+
+        The result is 0 for models that have had no capacity for less than FULL_S.
+        """
+        if not self._protected_priorities or not self._full_since:
+            return dict.fromkeys(queues, 0)
+        capacity = self._job_limits().capacity(queues, self._qos.held_protected())
+        full_before = time.monotonic() - FULL_S
+        return {
+            queue: free if self._full_since.get(self._model_of(queue), math.inf) <= full_before else 0
+            for queue, free in capacity.items()
+        }
+
+    def note_full_models(self) -> None:
+        """Record since when models have had no capacity. The event loop calls this method on each iteration."""
+        if not self._protected_priorities:
+            return
+        now = time.monotonic()
+        capacity = self.capacity(self.channel.active_queues)
+        full = {self._model_of(queue) for queue, free in capacity.items() if not free}
+        if full.difference(self._full_since) and (hub := get_event_loop()) is not None:
+            hub.call_later(FULL_S, lambda: None)  # wakes the loop, which reads the queues in each turn
+        self._full_since = {model: self._full_since.get(model, now) for model in full}
+
     def can_take(self) -> bool:
         """Return whether kombu may read from this channel.
 
         Kombu may also read while a reply is pending, so that a message in this reply is not left unread.
         """
-        return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
+        queues = self.channel.active_queues
+        return (
+            waits_for_message(self.channel)
+            or any(self.capacity(queues).values())
+            or any(self._protected_capacity(queues).values())
+        )
 
     def keep_messages(self) -> None:
         """Keep the messages when a lost connection's channel is closed, so the next channel can adopt the messages."""
@@ -212,9 +250,16 @@ class QueueReader:
 
     # Requests
 
-    def _open_queues(self) -> list[str]:
-        capacity = self.capacity(queues_in_turn(self.channel))
-        return [queue for queue, free in capacity.items() if free and not self._is_left(queue)]
+    def _open_keys(self) -> list[str]:
+        """Return the keys of the Redis lists from which jobs can be taken, in the order in which the lists are read."""
+        queues = [queue for queue in queues_in_turn(self.channel) if not self._is_left(queue)]
+        capacity, protected = self.capacity(queues), self._protected_capacity(queues)
+        groups = self._job_limits().by_model(queues)
+        return [
+            key
+            for group in groups
+            for key in self._keys(group, has_capacity=capacity[group[0]] > 0, has_protected=protected[group[0]] > 0)
+        ]
 
     def _is_left(self, queue: str) -> bool:
         """Return whether this worker leaves a queue's jobs to other workers that hold the prefixes of these jobs."""
@@ -228,19 +273,19 @@ class QueueReader:
     def _model_of(self, queue: str) -> str:
         return self._job_limits().model_of(queue)
 
-    def _keys(self, queues: Sequence[str]) -> list[str]:
-        """Return the keys of these queues' Redis lists, in the order in which the lists are read."""
-        groups = self._job_limits().by_model(queues)
-        return [queue_key(queue, priority) for group in groups for priority in self._priorities for queue in group]
+    def _keys(self, queues: Sequence[str], *, has_capacity: bool, has_protected: bool) -> list[str]:
+        """Return the keys of the Redis lists from which a model's jobs can be taken, in the order of priority."""
+        priorities = self._priorities if has_capacity else self._protected_priorities if has_protected else ()
+        return [queue_key(queue, priority) for priority in priorities for queue in queues]
 
     def _request(self, timeout: float | None = None) -> None:
         """Send a BRPOP, as kombu's Channel._brpop_start does, but only for models that have capacity."""
-        queues = self._open_queues()
-        if not queues:
+        keys = self._open_keys()
+        if not keys:
             return
         self._update_client_id(self.channel.client.connection)
-        send_brpop(self.channel, self._keys(queues), timeout or self.channel.brpop_timeout or 0)
-        self._requested = frozenset(queues)
+        send_brpop(self.channel, keys, timeout or self.channel.brpop_timeout or 0)
+        self._requested = frozenset(keys)
 
     def _update_client_id(self, connection: Any) -> None:
         if self._can_unblock and (self._client_id is None or self._client_id[0] is not socket_of(connection)):
@@ -253,12 +298,12 @@ class QueueReader:
     def request_again(self) -> None:
         """End a pending BRPOP if it omits a model that now has capacity, so that kombu sends another BRPOP."""
         channel = self.channel
-        if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_queues()):
+        if not waits_for_message(channel) or self._client_id is None or self._requested.issuperset(self._open_keys()):
             return
         try:
             with channel.conn_or_acquire() as client:
                 if client.client_unblock(self._client_id[1]):
-                    self._requested = frozenset(self._open_queues())  # so that it is unblocked only once
+                    self._requested = frozenset(self._open_keys())  # so that it is unblocked only once
         except ResponseError as error:
             self._disable_unblocking(error)
 
@@ -331,14 +376,15 @@ class QueueReader:
     def _page_limits(self, queue: str) -> PageLimits:
         """Return how many messages one page may take from each list, in addition to the message from this queue."""
         job_limits = self._job_limits()
-        capacity = self.capacity(self.channel.active_queues)
-        for other in capacity:
-            capacity[other] -= job_limits.model_of(other) == job_limits.model_of(
-                queue
-            )  # the message itself is not held yet
-        open_queues = [other for other, remaining in capacity.items() if remaining > 0 and not self._is_left(other)]
-        groups = job_limits.by_model(open_queues)
-        return [(capacity[group[0]], self._keys(group)) for group in groups]
+        queues = [other for other in self.channel.active_queues if not self._is_left(other)]
+        capacity, protected = self.capacity(queues), self._protected_capacity(queues)
+        limits = []
+        for group in job_limits.by_model(queues):
+            not_held = job_limits.model_of(group[0]) == job_limits.model_of(queue)  # the message itself
+            free, free_protected = capacity[group[0]] - not_held, protected[group[0]] - not_held
+            if keys := self._keys(group, has_capacity=free > 0, has_protected=free_protected > 0):
+                limits.append((free if free > 0 else free_protected, keys))
+        return limits
 
 
 def _decode_message(payload: bytes) -> dict[str, Any]:
@@ -465,6 +511,7 @@ class ReconnectingConsumer(Consumer):  # type: ignore[misc]
         """Request jobs for models that have gained capacity. The event loop calls this method on each iteration."""
         if self.channels:
             for reader in self.readers:
+                reader.note_full_models()
                 reader.request_again()
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:

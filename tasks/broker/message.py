@@ -30,7 +30,13 @@ from cellama.config import get_settings
 from cellama.config.logging import event_logger
 from cellama.tasks.contract.events import done
 from cellama.tasks.contract.fairness import FAIRNESS_KEY_HEADER
-from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER, WEIGHT_HEADER, queue_key
+from cellama.tasks.contract.names import (
+    PROTECTED_PRIORITIES,
+    SUBMITTED_AT_HEADER,
+    TOKEN_HEADER,
+    WEIGHT_HEADER,
+    queue_key,
+)
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger, Message, Submission, Taken, TaskCall
 
@@ -57,7 +63,7 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         self._ledger = ledger
         self._can_take = can_take
         self._num_appended = 0
-        self._held: tuple[Any, HeldJobs] = (None, {})
+        self._held: tuple[Any, HeldJobs, HeldJobs] = (None, {}, {})
 
     def can_consume(self) -> bool:
         return self._can_take()
@@ -68,20 +74,31 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
-        """Return the weights of the messages that this channel holds, excluding jobs that are waiting for their ETA.
+        """Return the weights of the messages that this channel holds, excluding jobs that are waiting for their ETA."""
+        return self._update_held()[1]
 
-        The event loop calls this method several times per iteration, so the result is cached until messages are added
-        or settled.
+    def held_protected(self) -> HeldJobs:
+        """Return the weights of the protected jobs among the messages in `held`."""
+        return self._update_held()[2]
+
+    def _update_held(self) -> tuple[Any, HeldJobs, HeldJobs]:
+        """Return the held messages, which are cached until messages are added or settled.
+
+        The event loop calls this method several times per iteration.
         """
         changes = (self._num_appended, len(self._dirty), len(state.scheduled_requests))
         if self._held[0] != changes:
             early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
             held: dict[str, list[int]] = {}
+            protected: dict[str, list[int]] = {}
             for message in self.messages():
                 if message.delivery_tag not in early:
-                    held.setdefault(message.delivery_info["routing_key"], []).append(_weight_of(message))
-            self._held = changes, held
-        return self._held[1]
+                    queue, weight = message.delivery_info["routing_key"], _weight_of(message)
+                    held.setdefault(queue, []).append(weight)
+                    if (message.properties.get("priority") or 0) in PROTECTED_PRIORITIES:
+                        protected.setdefault(queue, []).append(weight)
+            self._held = changes, held, protected
+        return self._held
 
     def ack(self, delivery_tag: str) -> None:
         self._settle(delivery_tag, self._ledger.release)

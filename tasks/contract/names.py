@@ -11,6 +11,7 @@ PRIORITY_INTERACTIVE = 3
 PRIORITY_BULK = 9
 PRIORITIES = range(10)
 URGENT_PRIORITIES = PRIORITIES[:6]
+PROTECTED_PRIORITIES = PRIORITIES[:3]  # the engine treats the same priorities as protected
 BULK_PRIORITIES = PRIORITIES[6:]  # the engine treats the same priorities as bulk
 CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}  # classes of jobs, the most urgent first
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md

@@ -68,6 +68,24 @@ def test_urgent_job_finishes_while_bulk_jobs_fill_the_worker(
     assert len(texts) == 1
 
 
+def test_protected_job_finishes_while_default_jobs_fill_the_worker(
+    start_worker: StartWorker, model: str, redis_client: Redis
+) -> None:
+    worker = start_worker(slots=2, look_ahead=1)
+    with worker.slowed(STEP_S):
+        longer = {**LONG, "max_tokens": 150}  # takes over half a minute on this slow worker
+        default = [generate.delay(model, STORY, stream=False, **longer) for _ in range(8)]
+        begun = [job_key(job.id) for job in default]
+        wait_until(lambda: any(int(redis_client.hget(key, "next_seq") or 0) > 1 for key in begun), "a token")
+        left = 8 - 3  # the worker holds one job per slot, and the look-ahead
+        wait_until(lambda: redis_client.llen(queue_keys(model)[3]) == left, "the worker's share of the queue")
+        protected = generate.delay(model, STORY, max_tokens=8, priority=0, **GREEDY)
+        assert len(protected.get(timeout=PATIENCE_S)["text"]) > 0
+        assert redis_client.llen(queue_keys(model)[3]) == left
+        assert not any(redis_client.hget(job_key(job.id), "state") == b"done" for job in default)
+    assert len({job.get(timeout=PATIENCE_S)["text"] for job in default}) == 1
+
+
 def test_cancellation_takes_effect_when_a_worker_starts_later(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:

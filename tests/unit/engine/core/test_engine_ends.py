@@ -66,6 +66,27 @@ def test_no_bulk_decode_call_starts_after_an_interactive_request_has_arrived(
     assert sizes[sizes.index([40]) + 1] == ([5] if deferred_share > 0 else [1])
 
 
+def test_decode_calls_without_protected_requests_wait_after_a_protected_request_has_arrived(
+    make_engine: MakeEngine,
+) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=4, n_batch=512), batch_strategy="prefill_priority")
+    decode, handles, begun = backend.decode, [], threading.Event()
+
+    def decode_while_another_comes(chunks: Sequence[Chunk], adapters: AdapterSet) -> None:
+        assert begun.wait(PATIENCE_S)
+        if len(chunks[0].tokens) == 130 and len(handles) == 2:
+            handles.append(engine.submit(request("c" * 5, max_tokens=4, priority=0)))
+        decode(chunks, adapters)
+
+    backend.decode = decode_while_another_comes  # type: ignore[method-assign]
+    handles += [engine.submit(request("a" * 130, max_tokens=4)), engine.submit(request("b" * 140, max_tokens=4))]
+    begun.set()
+    wait_until(lambda: len(handles) == 3, "the protected request")
+    assert [handle.result(PATIENCE_S).usage.completion_tokens for handle in handles] == [4, 4, 4]
+    sizes = [[len(chunk.tokens) for chunk in batch] for batch in backend.batches]
+    assert sizes.index([5]) == sizes.index([130]) + 1, "the protected prompt is next"
+
+
 class Long(DecodeMaximal):
     """A strategy that lets an interactive request abort every decode call of this size."""
 

@@ -14,7 +14,7 @@ import pytest
 from kombu.utils.scheduling import round_robin_cycle
 from redis.exceptions import ConnectionError as RedisConnectionError, NoPermissionError
 
-from cellama.tasks.broker.consumer import JobLimits, QueueReader
+from cellama.tasks.broker.consumer import FULL_S, JobLimits, QueueReader
 from cellama.tasks.contract.names import PRIORITY_SEPARATOR, SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key, queue_name
 from cellama.tasks.state.ledger import Fetched, JobsLeft, PageLimits, Taken
 
@@ -267,3 +267,41 @@ def test_reply_without_a_message_raises_the_error_that_kombu_expects(
     channel.answer = answer
     with pytest.raises(expected):
         channel.handlers["BRPOP"]()
+
+
+def test_reader_requests_only_protected_jobs_when_less_urgent_jobs_use_up_the_capacity(
+    channel: Channel, reader: QueueReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("cellama.tasks.broker.consumer.time.monotonic", lambda: now)
+    channel.held = {A: [1, 1], B: [1, 1]}
+    reader.note_full_models()
+    assert not reader.can_take(), "jobs of milliseconds soon free capacity"
+    now += FULL_S
+    reader.note_full_models()
+    assert reader.can_take()
+    channel._brpop_start()
+    assert channel.requested() == [queue_key(A, 0), queue_key(B, 0)]
+    channel.held = {A: [1, 1]}
+    reader.note_full_models()
+    reader.request_again()
+    assert channel.unblocked == [7]
+    channel._brpop_start()
+    assert channel.requested() == [queue_key(A, 0), queue_key(B, 0), queue_key(B, 3)]
+
+
+def test_reader_takes_as_many_protected_jobs_as_an_empty_worker(
+    channel: Channel, ledger: TakingLedger, reader: QueueReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("cellama.tasks.broker.consumer.time.monotonic", lambda: now)
+    protected: dict[str, list[int]] = {A: [1]}
+    channel.held, channel._qos.held_protected = {A: [1, 1, 1], B: [1, 1]}, lambda: protected
+    reader.note_full_models()
+    now += FULL_S
+    channel.answer = (queue_key(B, 0).encode(), message_of("one"))
+    channel.handlers["BRPOP"]()
+    assert ledger.limits == [[(1, [queue_key(A, 0)]), (1, [queue_key(B, 0)])]]
+    protected[A].append(1)
+    channel._brpop_start()
+    assert channel.requested() == [queue_key(B, 0)]
