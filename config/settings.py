@@ -344,6 +344,13 @@ class Settings(BaseModel):
         ge=0,
         description="Disk quota for `cache_dir` in bytes, shared by all workers that use the directory.",
     )
+    auto_tune_s: float = Field(
+        default=45.0,
+        ge=0,
+        lt=60,
+        description="Time in seconds for tuning each new model while a worker is idle (docs/how-to/performance.md). 0 "
+        "disables it.",
+    )
     on_full: OnFull = Field(
         default="refuse",
         description="Action when a model does not fit into the memory budget: refuse the model, or evict idle models.",
