@@ -92,29 +92,29 @@ class AutoTuner:
 
     def _tune(self, model_id: str, model: ModelSettings, options: EngineOptions, fingerprint: str) -> None:
         budget_s, started = self._left_s[fingerprint], time.monotonic()
+        self._left_s[fingerprint] = 0.0  # a failure is not retried
         log.info("tuning started", model=model_id, detail=f"the worker is idle; at most {budget_s:.0f} s")
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "cellama.engine.tuning"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-        )
-        try:
+        ) as process:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(_request(model, options, SWEEP_SHARE * budget_s, self._memory())))
-            process.stdin.close()
-            is_interrupted = self._watch(process, started + budget_s)
-        finally:
-            process.kill()
-            output = process.communicate()[0]
+            assert process.stdout is not None
+            try:
+                with process.stdin as request:
+                    request.write(json.dumps(_request(model, options, SWEEP_SHARE * budget_s, self._memory())))
+                is_interrupted = self._watch(process, started + budget_s)
+            finally:
+                process.kill()
+            output = process.stdout.read()
         took_s = time.monotonic() - started
-        self._left_s[fingerprint] = budget_s - took_s
         if is_interrupted:
-            self._idle_since = None
+            self._left_s[fingerprint], self._idle_since = budget_s - took_s, None
             log.info("tuning interrupted", model=model_id, detail=f"a job arrived after {took_s:.1f} s")
             return
-        self._left_s[fingerprint] = 0.0
         _report(model_id, output, took_s)
 
     def _watch(self, process: subprocess.Popen[str], until: float) -> bool:
