@@ -5,7 +5,9 @@ job = Client().generate("tiny", "Once upon a time")
 for event in job.stream(): ...
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from cellama.config.model_options import ModelOptions
 from cellama.tasks import (
@@ -54,7 +56,6 @@ from cellama.tasks import (
     WorkerModel,
 )
 from cellama.tasks.estimates.position import Position
-from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.ledger import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
 from cellama.tasks.state.tenants import TenantShare
@@ -78,11 +79,35 @@ from cellama.tasks.typed_tasks import (
 )
 
 from .batch.options import BatchParams, Progress, Summary
-from .client.async_client import AsyncClient, AsyncJob
-from .client.client import Client, Job
-from .client.registry_views import Stats
 
-__version__ = version("cellama")
+if TYPE_CHECKING:
+    from cellama.tasks.state.job_list import OpenJob
+
+    from .client.async_client import AsyncClient, AsyncJob
+    from .client.client import Client, Job
+    from .client.registry_views import Stats
+
+    __version__: str
+
+# Names that are imported when they are first used, because `cellama batch run` starts faster without their modules.
+_LATE = {
+    "AsyncClient": "cellama.api.client.async_client",
+    "AsyncJob": "cellama.api.client.async_client",
+    "Client": "cellama.api.client.client",
+    "Job": "cellama.api.client.client",
+    "OpenJob": "cellama.tasks.state.job_list",
+    "Stats": "cellama.api.client.registry_views",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("cellama")
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATE[name]), name)
+    return value
+
 
 __all__ = [
     "AdapterView",

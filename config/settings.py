@@ -23,7 +23,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from . import limits
 from .model_ids import DEFAULT_MODEL, MODEL_ID, MODEL_ID_RULE, parse_aliases, parse_models, with_ids
@@ -302,10 +301,13 @@ class ModelSettings(PlacementSettings):
 TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16, threads=1)
 
 
-class Settings(BaseSettings):
-    """All of cellama's settings. `get_settings()` returns an instance."""
+class Settings(BaseModel):
+    """All of cellama's settings. `get_settings()` returns an instance.
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
+    Environment variables take precedence over the values that are passed to the constructor.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
@@ -318,12 +320,12 @@ class Settings(BaseSettings):
         description="Prefix of all Redis keys and queue names. All processes of an installation must use the same "
         "prefix. Installations that share a database must use different prefixes.",
     )
-    models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
+    models: tuple[ModelSettings, ...] = Field(
         default=(TINY,),
         min_length=1,
         description="Models that a worker loads, as [ID=]SOURCE,…, a JSON list, or [[models]] tables.",
     )
-    model_aliases: Annotated[dict[str, str], NoDecode] = Field(
+    model_aliases: dict[str, str] = Field(
         default={},
         description='Aliases for models, such as `gpt-4o-mini = "chat"`, as a table, a JSON object, or '
         "ALIAS=MODEL,…. Workers, gateways and producers must use the same aliases.",
@@ -341,6 +343,13 @@ class Settings(BaseSettings):
         default=8 << 30,
         ge=0,
         description="Disk quota for `cache_dir` in bytes, shared by all workers that use the directory.",
+    )
+    auto_tune_s: float = Field(
+        default=45.0,
+        ge=0,
+        lt=60,
+        description="Time in seconds for tuning each new model while a worker is idle (docs/how-to/performance.md). 0 "
+        "disables it.",
     )
     on_full: OnFull = Field(
         default="refuse",
@@ -607,7 +616,7 @@ class Settings(BaseSettings):
     gateway_open_batches: int = Field(
         default=100, ge=1, description="Maximum number of unfinished batches per tenant. Further batches get HTTP 429."
     )
-    gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
+    gateway_cors_origins: list[str] = Field(
         default=[],
         description="Origins whose pages may send requests from a browser, as a JSON list or separated by commas, "
         "for example https://chat.example.org (default: none). `*` allows every origin. Without API keys, these "
@@ -626,17 +635,15 @@ class Settings(BaseSettings):
         default=False, description="Allow webhooks to loopback and private addresses, and over plain HTTP."
     )
 
+    @model_validator(mode="before")
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Give environment variables precedence over the file's values, which `get_settings` passes as arguments."""
-        return (env_settings, init_settings)
+    def _add_environment(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values | {name: text for name, text in _environment().items() if name in cls.model_fields}
+
+    @field_validator("fairness_weights", "fairness_limits", "model_limits", "middleware", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        return _json_of(value) if isinstance(value, str) else value
 
     @field_validator("redis_url")
     @classmethod
@@ -685,10 +692,7 @@ class Settings(BaseSettings):
             return value
         if not value.startswith("["):
             return [origin.strip() for origin in value.split(",") if origin.strip()]
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"the JSON list is invalid: {error}") from None
+        return _json_of(value)
 
     @field_validator("gateway_cors_origins")
     @classmethod
@@ -733,9 +737,7 @@ def get_settings() -> Settings:
     """Return this process's settings, which are read only once. Raises SettingsError, which lists all problems."""
     values = _read_file()
     problems = _unknown_names(values, Settings.model_fields, "in the settings file")
-    environment = {name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX)}
-    environment.discard(CONFIG_VARIABLE.removeprefix(PREFIX).lower())
-    problems += _unknown_names(environment, Settings.model_fields, "in the environment", PREFIX)
+    problems += _unknown_names(_environment(), Settings.model_fields, "in the environment", PREFIX)
     if problems:
         raise SettingsError("\n".join(problems))
     try:
@@ -743,6 +745,13 @@ def get_settings() -> Settings:
     except ValidationError as error:
         message = "\n".join(explain(problem) for problem in error.errors())
     raise SettingsError(message)  # outside of the `except`, for the reason given in parse_job
+
+
+def _environment() -> dict[str, str]:
+    """Return the values of the environment variables that contain settings, keyed by the setting's name."""
+    found = {name.removeprefix(PREFIX).lower(): text for name, text in os.environ.items() if name.startswith(PREFIX)}
+    found.pop(CONFIG_VARIABLE.removeprefix(PREFIX).lower(), None)
+    return found
 
 
 def _read_file() -> dict[str, Any]:
@@ -789,6 +798,14 @@ def _masked(where: str, value: Any) -> str:
     if where == "redis_url":
         return repr(mask_url(str(value)))
     return "***" if where.rpartition(".")[2] in SECRETS else repr(value)
+
+
+def _json_of(text: str) -> Any:
+    """Parse a setting's JSON text. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the value is not valid JSON: {error}") from None
 
 
 def _parse_budget(value: Any) -> Any:

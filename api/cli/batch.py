@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_args
 
 import typer
 from redis import Redis
-from rich.table import Table
 
 from cellama.api.batch.dry_run import dry_run
 from cellama.api.batch.formats import Format
@@ -21,18 +20,18 @@ from cellama.api.batch.lines import AsKind
 from cellama.api.batch.options import BatchOptions
 from cellama.api.batch.sources import STANDARD, source_of
 from cellama.api.batch.start import completed_run, options_of, run_batch
-from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.tasks import app as celery_app
-from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.connections import CONNECT_TIMEOUT_S, connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 
+from . import output as terminal  # its consoles are created when something is printed
 from .batch_progress import show_estimate, showing, summarise
 from .options import FairnessKeyOption, JsonOption, with_options
-from .output import called, err, out, print_error, print_json, readable_time, table_of
+from .output import called, print_error, print_json, readable_time, table_of
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -202,11 +201,13 @@ def _run(options: BatchOptions, json: bool) -> None:
             summary = run_batch(redis, celery_app, options, show.reading, show.progress)
     except KeyboardInterrupt:
         if to_stdout:
-            err.print("\n[yellow]interrupted; to be able to resume a run, write its output to a file (-o FILE)[/]")
+            terminal.err.print(
+                "\n[yellow]interrupted; to be able to resume a run, write its output to a file (-o FILE)[/]"
+            )
         else:
             command = f"{called()} batch resume {shlex.quote(str(options.output))}"
-            err.print("\n[yellow]interrupted; workers finish the lines in flight. To resume the run:[/]")
-            err.print(f"  {command}", markup=False, soft_wrap=True)
+            terminal.err.print("\n[yellow]interrupted; workers finish the lines in flight. To resume the run:[/]")
+            terminal.err.print(f"  {command}", markup=False, soft_wrap=True)
         raise
     except BrokenPipeError:
         raise typer.Exit(Exit.FAILED) from None  # the program that reads the results has closed the pipe
@@ -257,7 +258,7 @@ def batch_list_command(json: JsonOption = False) -> None:
     if json:
         print_json(runs)
     elif not runs:
-        out.print("no bulk run in the last 30 days; start one with `cellama batch run INPUT -o OUTPUT`")
+        terminal.out.print("no bulk run in the last 30 days; start one with `cellama batch run INPUT -o OUTPUT`")
     else:
         columns = ("run", "started", "state", "model", "lines", "tokens", "output")
         table = table_of(*columns, right=_NUMBERS, whole="run, started, state, lines")
@@ -266,7 +267,7 @@ def batch_list_command(json: JsonOption = False) -> None:
             tokens = str(run.get("completion_tokens", 0))
             failed = f"\n{run['failed']} failed" if run.get("failed") else ""
             table.add_row(*_head(run), _lines(run) + failed, tokens, output)
-        out.print(table)
+        terminal.out.print(table)
 
 
 def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
@@ -279,10 +280,12 @@ def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
     if json:
         print_json(facts)
         return
+    from rich.table import Table
+
     grid = Table.grid(padding=(0, 2))
     for name, value in _facts(facts).items():
         grid.add_row(f"[dim]{name}[/]", value)
-    out.print(grid)
+    terminal.out.print(grid)
 
 
 def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
@@ -301,7 +304,7 @@ def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
         return
     driver = "gateway" if _is_of_gateway(facts) else "command"
     effect = f"its {driver} is stopping it" if facts["alive"] else f"no {driver} was running it"
-    out.print(f"cancelled run {facts['id']}: {effect}; finished lines are in {_output(facts)}", soft_wrap=True)
+    terminal.out.print(f"cancelled run {facts['id']}: {effect}; finished lines are in {_output(facts)}", soft_wrap=True)
 
 
 def _relative(path: str) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Literal
 
 from cellama.api.batch.dry_run import DryRun
 from cellama.api.batch.options import Progress, Summary
 
-from .output import err, out, printable, readable
+from . import output as terminal  # its consoles are created when something is printed
+from .output import printable, readable
 
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar, TaskID
+
+Style = Literal["bar", "text", "json"]
 LOG_S = 10.0  # between two lines: a run of one day logs fewer than 10,000
 MIN_COLUMNS = 80  # minimum width of a terminal that shows both rates
 
@@ -27,38 +27,40 @@ MIN_COLUMNS = 80  # minimum width of a terminal that shows both rates
 class _Show:
     """Shows a run's progress as a bar, as text lines or as JSON."""
 
-    def __init__(self, bar: Bar | None, events: Console | None) -> None:
-        """Write JSON to `events` if `events` is given.
-
-        If neither `bar` nor `events` is given, write text lines to stderr.
-        """
-        self._bar = bar
-        self._events = events
-        self._task: TaskID | None = None
-        self._next_log = 0.0 if events is not None else time.monotonic() + LOG_S
+    def __init__(self, style: Style, events_to: str, opened: contextlib.ExitStack) -> None:
+        """Write JSON to the console `events_to`, and other text to stderr. `opened` closes the bar."""
+        self._style = style
+        self._events_to = events_to
+        self._opened = opened
+        self._bar: tuple[Bar, TaskID] | None = None
+        self._next_log = 0.0 if style == "json" else time.monotonic() + LOG_S
         self._notice = ""
 
     def reading(self, count: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task_of(f"reading the input: {count} lines"), total=None)
+        if self._style == "bar":
+            self._draw(f"reading the input: {count} lines", total=None)
 
     def progress(self, progress: Progress) -> None:
-        if self._bar is not None:
-            done = progress.finished + progress.failed
-            self._bar.update(self._task_of(_text_of(progress)), completed=done, total=progress.total)
+        if self._style == "bar":
+            self._draw(_text_of(progress), completed=progress.finished + progress.failed, total=progress.total)
         elif time.monotonic() >= self._next_log or (progress.notice and not self._notice):
             self._next_log, self._notice = time.monotonic() + LOG_S, progress.notice
-            if self._events is not None:
-                _print_event(self._events, {"type": "progress", **_numbers(progress)})
+            if self._style == "json":
+                _print_event(self._events_to, {"type": "progress", **_numbers(progress)})
             else:
-                err.print(f"{progress.finished + progress.failed} of {progress.total} lines, {_text_of(progress)}")
+                done = progress.finished + progress.failed
+                terminal.err.print(f"{done} of {progress.total} lines, {_text_of(progress)}")
 
-    def _task_of(self, text: str) -> TaskID:
-        assert self._bar is not None
-        if self._task is None:
-            self._task = self._bar.add_task(text, total=None)
-        self._bar.update(self._task, description=text)
-        return self._task
+    def _draw(self, text: str, **values: Any) -> None:
+        """Update the bar, which is created when it is first drawn so that the run can start earlier."""
+        if self._bar is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            bar = self._opened.enter_context(Bar(*columns, console=terminal.err))
+            self._bar = bar, bar.add_task(text, total=None)
+        bar, task = self._bar
+        bar.update(task, description=text, **values)
 
 
 @contextlib.contextmanager
@@ -67,17 +69,14 @@ def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
 
     If results are written to stdout, line errors are written to stderr.
     """
-    if json or to_stdout or not err.is_terminal:
-        yield _Show(None, _events(to_stdout) if json else None)
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=err) as bar:
-        yield _Show(bar, None)
+    with contextlib.ExitStack() as opened:
+        style: Style = "json" if json else "text" if to_stdout or not sys.stderr.isatty() else "bar"
+        yield _Show(style, _events_to(to_stdout), opened)
 
 
 def _text_of(progress: Progress) -> str:
     parts = _rates(progress) if progress.ended else []
-    if err.is_terminal and err.width < MIN_COLUMNS:
+    if terminal.err.is_terminal and terminal.err.width < MIN_COLUMNS:
         del parts[1:]
     if progress.ended and progress.left:
         parts.append(f"about {progress.left / progress.line_rate:.0f} s left")
@@ -109,13 +108,13 @@ def _numbers(progress: Progress) -> dict[str, Any]:
     return {**values, **rates, "seconds": round(progress.seconds, 1), "notice": progress.notice}
 
 
-def _events(to_stdout: bool) -> Console:
-    """Return the console that prints JSON about the run: stdout, or stderr if results are written to stdout."""
-    return err if to_stdout else out
+def _events_to(to_stdout: bool) -> str:
+    """Return the name of the console that prints JSON: stdout, or stderr if results are written to stdout."""
+    return "err" if to_stdout else "out"
 
 
-def _print_event(target: Console, event: dict[str, Any]) -> None:
-    target.print(json_module.dumps(event), markup=False, highlight=False, soft_wrap=True)
+def _print_event(console: str, event: dict[str, Any]) -> None:
+    getattr(terminal, console).print(json_module.dumps(event), markup=False, highlight=False, soft_wrap=True)
 
 
 def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
@@ -123,17 +122,19 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
     errors = None if summary.errors is None else str(summary.errors)
     if json:
         facts = {"type": "end", "id": summary.id, "state": summary.state, "errors": errors, **_numbers(progress)}
-        _print_event(_events(to_stdout), facts)
+        _print_event(_events_to(to_stdout), facts)
         return
-    err.print(_outcome(summary), soft_wrap=True)
+    terminal.err.print(_outcome(summary), soft_wrap=True)
     if progress.ended:
-        err.print(f"[dim]{' · '.join([f'{progress.seconds:.1f} s', *_rates(progress)])}[/]", soft_wrap=True)
+        terminal.err.print(f"[dim]{' · '.join([f'{progress.seconds:.1f} s', *_rates(progress)])}[/]", soft_wrap=True)
     if progress.prompt_tokens:
         cached = f" ({progress.cached_tokens} cached)" if progress.cached_tokens else ""
         generated = f", {progress.completion_tokens} generated" if progress.completion_tokens else ""
-        err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
+        terminal.err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
     if errors and progress.failed:
-        err.print(f"[yellow]errors of failed lines:[/] {escape(errors)}", soft_wrap=True)
+        from rich.markup import escape
+
+        terminal.err.print(f"[yellow]errors of failed lines:[/] {escape(errors)}", soft_wrap=True)
 
 
 def readable_duration(seconds: float) -> str:
@@ -155,6 +156,9 @@ def show_estimate(found: DryRun, output: Path) -> None:
         rows = " if each row uses its max_tokens" if found.max_completion_tokens else ""
         duration = f"about {readable_duration(found.max_seconds)}{rows}, at the rates that the workers measured last"
     sizes = f"{readable(found.work_bytes)} for {output}.work during the run, at most "
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table.grid(padding=(0, 2))
     invalid = f", {found.num_invalid} invalid" if found.num_invalid else ""
     facts = {
@@ -166,10 +170,10 @@ def show_estimate(found: DryRun, output: Path) -> None:
     }
     for name, value in facts.items():
         grid.add_row(f"[dim]{name}[/]", Text(printable(value)))
-    out.print(grid)
+    terminal.out.print(grid)
     for error in found.errors:
         message = (error.get("error") or {}).get("message", "")
-        out.print(f"row {error.get('line')} is invalid: {message}", markup=False, soft_wrap=True)
+        terminal.out.print(f"row {error.get('line')} is invalid: {message}", markup=False, soft_wrap=True)
 
 
 def _outcome(summary: Summary) -> str:

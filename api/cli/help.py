@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from inspect import cleandoc
 from typing import Any
 
@@ -27,8 +28,33 @@ class HelpfulCommand(TyperCommand):
         _write_parameters(self, ctx, formatter)
 
 
+class LateCommands(Mapping[str, Any]):
+    """A group's commands and inner groups. A command is loaded when it is first used."""
+
+    def __init__(self, loaders: Mapping[str, Callable[[], Any]], groups: Mapping[str, Any]) -> None:
+        self._loaders = loaders
+        self._loaded = dict(groups)
+        self._names = [*loaders, *groups]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = self._loaders[name]()
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class HelpfulGroup(TyperGroup):
     """A command group whose help shows the whole first paragraph of each command's help."""
+
+    loaders: Mapping[str, Callable[[], Any]] = {}
+
+    def __init__(self, *, commands: Any = None, **settings: Any) -> None:
+        super().__init__(commands=LateCommands(self.loaders, commands), **settings)  # type: ignore[arg-type]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)
@@ -41,9 +67,13 @@ class HelpfulGroup(TyperGroup):
             formatter.write_dl(rows)
 
 
-def group_of_commands(**settings: Any) -> typer.Typer:
-    """Return a group whose help is plain text, because Rich cuts off names that are longer than a column."""
-    return typer.Typer(cls=HelpfulGroup, rich_markup_mode=None, no_args_is_help=True, **settings)
+def group_of_commands(loaders: Mapping[str, Callable[[], Any]], **settings: Any) -> typer.Typer:
+    """Return a group of the commands that `loaders` return, keyed by their names.
+
+    The help is plain text, because Rich cuts off names that are longer than a column.
+    """
+    group = type("HelpfulGroup", (HelpfulGroup,), {"loaders": loaders})
+    return typer.Typer(cls=group, rich_markup_mode=None, no_args_is_help=True, **settings)
 
 
 def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:

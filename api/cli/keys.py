@@ -12,12 +12,11 @@ import typer
 from redis.asyncio import Redis
 from rich.markup import escape
 
-from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.api.keys.entry import KeyEntry, KeyText
 from cellama.api.keys.managing import InvalidKeyField, as_toml, create_key, revoke_key, seconds_of
 from cellama.api.keys.store import KeyFile, KeyLookup, KeyStore
 from cellama.config import get_settings
-from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.connection.connections import CONNECT_TIMEOUT_S, connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis
 
 from .options import JsonOption

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from cellama.api.batch.output import json_for_terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    out: Console
+    err: Console
 
 # C0, DEL and C1, except newline and tab
 _CONTROLS = dict.fromkeys(code for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t")
@@ -23,13 +27,24 @@ NO_WORKERS = "no worker is running; start one with `cellama up` or `cellama work
 PIPE_COLUMNS = 200  # if the output is not a terminal: wide enough that most lines are not wrapped
 
 
-def _console(stream: TextIO, *, stderr: bool = False) -> Console:
-    known = stream.isatty() or "COLUMNS" in os.environ
-    return Console(stderr=stderr, highlight=False, width=None if known else PIPE_COLUMNS)
+def __getattr__(name: str) -> Any:
+    """Create the consoles `out` and `err` when they are first used.
+
+    A command that must start quickly imports this module instead of the consoles, because importing Rich takes longer
+    than sending a job.
+    """
+    if name in ("out", "err"):
+        return _console(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-out = _console(sys.stdout)
-err = _console(sys.stderr, stderr=True)
+@functools.cache
+def _console(name: str) -> Console:
+    from rich.console import Console
+
+    stream = sys.stdout if name == "out" else sys.stderr
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS
+    return Console(stderr=name == "err", highlight=False, width=width)
 
 
 def called() -> str:
@@ -59,12 +74,14 @@ def print_json(value: Any) -> None:
 
 def print_error(message: str) -> None:
     """Print an error message to stderr."""
+    err = _console("err")
     err.print("[bold red]error:[/] ", end="")
     err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
 
 
 def print_warning(message: str) -> None:
     """Print a warning to stderr."""
+    err = _console("err")
     err.print("[bold yellow]warning:[/] ", end="")
     err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
 
@@ -76,6 +93,9 @@ def table_of(*columns: str, right: str = "", whole: str = "", title: str | None 
     the columns that never wrap because users copy their contents, such as ids. `right` and `whole` are strings of
     column names separated by ", ".
     """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         numeric = column in right.split(", ")

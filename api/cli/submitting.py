@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -242,12 +241,3 @@ def _read_message() -> str | None:
             out.print(CHAT_HELP)
         elif text:
             return text
-
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "generate": generate_command,
-    "chat": chat_command,
-    "prefill": prefill_command,
-    "embed": embed_command,
-    "rerank": rerank_command,
-}

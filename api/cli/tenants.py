@@ -10,9 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.config import limits as bounds
-from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.connections import CONNECT_TIMEOUT_S, connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.fairness import check_fairness_key, limit_name

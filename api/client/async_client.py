@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, 
 from cellama.api.batch.frames import RowsInMemory
 from cellama.api.batch.options import BatchParams, Progress, Summary
 from cellama.api.batch.start import OnProgress
-from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.connection.connections import CONNECT_TIMEOUT_S, connect_async
 from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.events import Event
 from cellama.tasks.estimates.position import Position
@@ -22,7 +22,6 @@ from cellama.tasks.live.streams import Streams
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 
 from .client import (
-    CONNECT_TIMEOUT_S,
     OUTAGE_RETRY_S,
     RESULT_POLL_S,
     RESULT_TIMEOUT_S,

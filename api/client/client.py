@@ -24,7 +24,7 @@ from cellama.config import id_of_source
 from cellama.config.model_options import ModelOptions
 from cellama.tasks import app
 from cellama.tasks.broker.control import purge_queue
-from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.connections import CONNECT_TIMEOUT_S, connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.errors import (
@@ -85,7 +85,6 @@ from .cache_explanation import CacheExplanation, explain
 from .commands import REPLY_TIMEOUT_S, Commands, CommandTarget
 from .registry_views import Stats, memory_of, models_of, queues, stats
 
-CONNECT_TIMEOUT_S = 3.0  # a reachable Redis accepts connections immediately, so a longer timeout only delays the error
 RESULT_POLL_S = 5.0  # the maximum delay of a result that is stored while Celery subscribes, which it may miss
 RESULT_TIMEOUT_S = 30.0  # after the terminal event, immediately after which the result is stored
 LOAD_TIMEOUT_S = 600.0  # time for a large model, which may be downloaded first

@@ -16,10 +16,9 @@ from redis.commands.core import AsyncScript
 from starlette.requests import Request
 
 from cellama.api.client.async_client import AsyncClient
-from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.api.client.registry_views import ClassStats, Stats
 from cellama.config import Settings
-from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.connection.connections import CONNECT_TIMEOUT_S, connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.json_values import shorten

@@ -182,6 +182,7 @@ class Service:
         counting = "cellama.bench.harness.service:CountingStrategy"
         models = [{"batch_strategy": counting, **model} for model in self._models]
         own = {"CELLAMA_REDIS_URL": self.redis_server.url, "CELLAMA_MODELS": json.dumps(models)}
+        own["CELLAMA_AUTO_TUNE_S"] = "0"  # a measurement would use the cores
         own |= {f"CELLAMA_{name.upper()}": value for name, value in self._settings.items()}
         return {**own, COUNTER_DIR: str(self.folder / "counters"), PACE_FILE: str(self._pace_file)}
 

@@ -98,6 +98,16 @@ def find_result(fingerprint: str, given: Conditions) -> Setup | None:
     return None
 
 
+def lacks_result(options: EngineOptions, fingerprint: str) -> bool:
+    """Return whether a model has never been tuned under its conditions, although its speed depends on unset options.
+
+    The numbers of slots and threads matter most, so a model for which both are set does not need a result.
+    """
+    return bool({"threads", "n_parallel"} & set(_unset(options))) and (
+        find_result(fingerprint, conditions(options)) is None
+    )
+
+
 def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str, ...]]:
     """Return the options with tuned values for unset options, and the names of the tuned options.
 

@@ -1,8 +1,9 @@
 """Tune a model. The command `cellama tune`, which must not import the engine, runs `python -m cellama.engine.tuning`.
 
 The program reads one JSON object from stdin with `source`, `options` (fields of EngineOptions), `capabilities`, `hub`,
-`seconds`, `max_threads` and `max_slots`. The program then writes one JSON object per line: `{"row": …}` after each
-measured setup, and finally `{"result": …}` or `{"error": …, "code": …}`. The result is stored before it is written.
+`seconds`, and optionally `max_threads`, `max_slots` and `memory` (a memory budget). The program then writes one JSON
+object per line: `{"row": …}` after each measured setup, and finally `{"result": …}` or `{"error": …, "code": …}`. The
+result is stored before it is written.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from cellama.config.logging import event_logger
 from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed
-from cellama.engine.memory.budget import Budget, readable
+from cellama.engine.memory.budget import Budget, MemoryBudget, readable
 from cellama.engine.models.sources import HubOptions, resolve
 from cellama.engine.models.tuned_options import Measurement, Setup
 from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH, Capability, EngineOptions
@@ -130,12 +130,14 @@ def tune(
     seconds: float = 150.0,
     max_threads: int | None = None,
     max_slots: int = MAX_SLOTS,
+    memory: MemoryBudget = "auto",
     on_row: Callable[[Measurement], None] = lambda row: None,
 ) -> Tuning:
     """Measure a model for about `seconds`, not including the download from the Hub.
 
     All `options` except n_parallel, n_ubatch, threads, kv_layout and the context size apply to every measurement.
-    Raises ModelLoadFailed, InsufficientMemory, WrongCapability or InvalidRequest.
+    The number of slots is limited so that the model fits into `memory`. Raises ModelLoadFailed, InsufficientMemory,
+    WrongCapability or InvalidRequest.
     """
     from cellama.engine.llama import LlamaModel
 
@@ -146,7 +148,7 @@ def tune(
     path = resolve(source, hub)
     load, started = _load(), time.monotonic()
     requested = None if capabilities is None else frozenset(capabilities)
-    plan, slots = _plan(path, options, requested, min(max_slots, MAX_SLOTS, options.n_batch))
+    plan, slots = _plan(path, options, requested, min(max_slots, MAX_SLOTS, options.n_batch), memory)
     threads = min(max_threads or available_cores(), available_cores())
     weights = LlamaModel(path, options)
     try:
@@ -188,7 +190,11 @@ def _load() -> float:
 
 
 def _plan(
-    path: Path, options: EngineOptions, capabilities: frozenset[Capability] | None, slots: int
+    path: Path,
+    options: EngineOptions,
+    capabilities: frozenset[Capability] | None,
+    slots: int,
+    memory_budget: MemoryBudget,
 ) -> tuple[LoadPlan, int]:
     """Return the model file's load plan, and the number of slots that fit.
 
@@ -196,7 +202,7 @@ def _plan(
     """
     from cellama.engine.llama import devices, plan_load
 
-    memory = Budget("auto", devices).available()
+    memory = Budget(memory_budget, devices).available()
     while True:
         plan = plan_load("tune", path, replace(options, n_parallel=slots), capabilities, memory)
         shortage = memory.shortage(plan.footprint)

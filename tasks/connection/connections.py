@@ -27,6 +27,7 @@ SOCKET_OPTIONS: dict[str, Any] = {
     "socket_keepalive": True,
 }
 # Unlimited for each client, because each thread that reads a stream needs a connection. Redis itself has `maxclients`.
+CONNECT_TIMEOUT_S = 3.0  # a reachable Redis accepts connections immediately, so a longer timeout only delays the error
 MAX_CONNECTIONS = 1 << 31
 SENTINEL_TIMEOUT_S = 2.0  # until the next sentinel is queried
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
 from cellama.config.logging import event_logger
-from cellama.engine import STACK_BYTES, HubOptions, ModelManager, Watchdog
+from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.broker.consumer import JobLimits
 from cellama.tasks.broker.pool import Interruption, JobControl
@@ -34,6 +34,7 @@ from cellama.tasks.state.registry import Registration
 from cellama.tasks.state.tenants import ServiceWriter
 from cellama.tasks.state.unserved import UnservedJobs, report_served
 
+from .auto_tune import AutoTuner
 from .commands import ModelChanges
 from .desired_state import DesiredState, DesiredStateRecord, desired_state, loads_the_same
 from .middlewares import start_middlewares
@@ -230,6 +231,7 @@ class Runtime:
         self.on_demand: OnDemandModels | None = None
         self._lease: LeaseKeeper | None = None
         self._neighbours: Neighbours | None = None
+        self._auto_tuner: AutoTuner | None = None
         self._registration: Registration | None = None
 
     def _connect(self) -> Redis:
@@ -438,6 +440,34 @@ class Runtime:
             self._registration.start()
             if self.on_demand is not None:
                 self.on_demand.start()
+            if self.settings.auto_tune_s:
+                self._auto_tuner = AutoTuner(
+                    self.settings.auto_tune_s,
+                    models=self._tunable_models,
+                    is_running=lambda: bool(self._running),
+                    is_waiting=self._has_waiting_jobs,
+                    memory=self._memory_left,
+                )
+                self._auto_tuner.start()
+
+    def _tunable_models(self) -> dict[str, tuple[ModelSettings, EngineOptions, str]]:
+        """Return the settings, untuned options and fingerprint of each loaded model."""
+        desired, loaded = self._desired().models, self.manager.models()
+        return {
+            name: (desired[name], options_of(desired[name], self.settings), model.info.fingerprint)
+            for name, model in loaded.items()
+            if name in desired
+        }
+
+    def _has_waiting_jobs(self) -> bool:
+        return any(self.ledger.num_waiting(queue) for queue in _queues_of([*self.manager.models(), DEFAULT_MODEL]))
+
+    def _memory_left(self) -> int | str:
+        """Return the part of the memory budget that the loaded models leave."""
+        budget = self.settings.memory_budget
+        if not isinstance(budget, int):
+            return budget
+        return max(1, budget - sum(model.memory.total_bytes for model in self.manager.models().values()))
 
     def close(self, save_until: float = 0.0) -> None:
         """Stop all threads. The registry is updated first, and the publisher writes all events.
@@ -445,6 +475,8 @@ class Runtime:
         KV states are saved until `save_until` (monotonic time in seconds), and for at least `MIN_SAVE_S`, because other
         workers will have taken over the jobs by then. If `save_until` is 0, no states are saved.
         """
+        if self._auto_tuner is not None:
+            self._auto_tuner.close(CLOSE_S)
         if self._registration is not None:
             self._registration.close()
         if self._neighbours is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer.main
 import yaml
 
 from cellama.api.cli import app
@@ -107,7 +108,7 @@ def test_compose_file_refers_only_to_existing_settings_commands_and_files(compos
     for service in services.values():
         assert set(service.get("environment", {})) <= known | {"FLOWER_BASIC_AUTH", "HF_TOKEN", "CELLAMA_CONFIG"}
         assert set(service.get("depends_on", {})) <= set(services)
-    commands = {command.name for command in app.registered_commands}
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert {services[name]["command"][0] for name in ("worker", "metrics", "gateway")} <= commands
     assert ":?" not in COMPOSE.read_text()  # `down` and `logs` ask for nothing
     named = {volume.partition(":")[0] for service in services.values() for volume in service.get("volumes", [])}

@@ -34,7 +34,7 @@ def test_cors_origins_may_be_a_json_list_or_a_comma_separated_list(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("gateway_cors_origins", "[https://a.example]", "the JSON list is invalid"),
+        ("gateway_cors_origins", "[https://a.example]", "the value is not valid JSON"),
         ("gateway_cors_origins", "a.example", "write it as https://chat.example.org"),
         ("gateway_metrics_token", "mine", "the token has 4 characters; use at least 16"),
     ],

@@ -189,3 +189,15 @@ def test_invalid_memory_budget_is_rejected(settings_environment: SetVariables, t
     settings_environment(memory_budget=text)
     with pytest.raises(SettingsError, match=f"memory_budget.* is '?{text}'?: "):
         get_settings()
+
+
+def test_settings_environment_holds_tables_and_lists_as_json(settings_environment: SetVariables) -> None:
+    settings_environment(fairness_weights='{"acme": 2}', middleware='["package.module:Class"]')
+    assert get_settings().fairness_weights == {"acme": 2.0}
+    assert get_settings().middleware == ["package.module:Class"]
+
+
+def test_settings_explain_invalid_json(settings_environment: SetVariables) -> None:
+    settings_environment(model_limits="{tiny: 3}")
+    with pytest.raises(SettingsError, match=r"model_limits is '\{tiny: 3\}': the value is not valid JSON: .*column 2"):
+        get_settings()
