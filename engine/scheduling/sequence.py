@@ -273,7 +273,7 @@ class SlotTable:
         self.busy = [slot for slot, holder in enumerate(holders) if holder is not None]
         self.idle = [slot for slot, holder in enumerate(holders) if holder is None]
         self.num_bulk = sum([not holder.request.is_interactive for holder in self.running])
-        self.has_protected = any([holder.request.is_protected for holder in self.running])
+        self.has_protected = any(holder.request.is_protected for holder in self.running)
 
     def __getitem__(self, slot: int) -> Sequence | None:
         return self._holders[slot]
