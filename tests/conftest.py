@@ -92,9 +92,13 @@ def worker_entry(name: str, *models: Any, host: str = "host", seen_at: float = 0
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """This environment without settings of cellama, and with these variables. Idle workers measure nothing."""
+    """This environment without settings of cellama, and with these variables, except for empty ones.
+
+    Unless the variables say otherwise, idle workers measure nothing.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CELLAMA_")}
-    return {**kept, "CELLAMA_AUTO_TUNE_S": "0", **variables}
+    wanted = {"CELLAMA_AUTO_TUNE_S": "0", **variables}
+    return {**kept, **{name: value for name, value in wanted.items() if value}}
 
 
 def paced(models: str) -> str:

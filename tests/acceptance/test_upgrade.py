@@ -93,7 +93,10 @@ class Installation:
     def __init__(self, folder: Path, url: str, previous: Path) -> None:
         self.folder = folder
         self.url = url
-        self._paths = {"previous": {"PYTHONPATH": str(previous)}, "this": {}}
+        self._paths = {
+            "previous": {"PYTHONPATH": str(previous), "CELLAMA_AUTO_TUNE_S": ""},  # it does not know this setting
+            "this": {},
+        }
         self.workers: list[WorkerProcess] = []
         self._commands: list[subprocess.Popen[str]] = []
 

@@ -22,6 +22,7 @@ PACKAGES = ("api", "bench", "config", "engine", "tasks")
 CHECKOUT_ONLY = [  # files that are only used to develop cellama
     *(f"bench/benchmarks/{name}" for name in ("engine", "faults", "service", "structured")),
     "bench/README.md",
+    "bench/judges",
     "config/helm",
     "bench/results",
     "bench/tiny_model",

@@ -27,7 +27,7 @@ NOT_RUN = {
     "a second `cellama up` alongside the first one": 1,
     "needs your own host": 2,
     "needs your own files": 6,
-    "takes minutes": 2,
+    "takes minutes": 3,
     "it runs until Ctrl-C": 1,
     "needs a reranking model": 1,
     "downloads a test suite": 1,

@@ -611,10 +611,11 @@ local function wait_in_queue(id, queue, priority, submitted_at)
   redis.call('SADD', QUEUES, queue)
 end
 
--- Writes a new entry. `list` is the key of the Redis list to which the message is pushed. More fields can follow.
+-- Writes a new entry. `list` is the key of the Redis list to which the message is pushed. More fields can follow. The field `packs`
+-- shows that the sender can read packed journals. Versions before contract/journal.py don't write it.
 local function add_entry(job, id, task, queue, list, priority, timeout, message, submitted_at, ...)
   redis.call('HSET', job, 'state', 'queued', 'task', task, 'queue', queue, 'list', list, 'priority', priority,
-             'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0, ...)
+             'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0, 'packs', 1, ...)
   redis.call('DEL', JOURNAL .. id) -- of an older job with this id
   wait_in_queue(id, queue, priority, submitted_at)
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
@@ -682,7 +683,7 @@ local function settle(job, id, keep_s)
     redis.call('HDEL', job, 'result')
     redis.call('HSET', job, 'settled', 1)
   else
-    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'before')
+    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'before', 'packs')
     local fields = redis.call('HGETALL', job)
     redis.call('DEL', job)
     redis.call('HSET', job, 'settled', 1, unpack(fields))
@@ -1205,7 +1206,9 @@ while at <= #ARGV do
   elseif seq == next_seq then -- else the event was written before
     local event = append_event(options, id, seq, data)
     if class == 'terminal' then
-      if packed ~= '' and first_seq == 0 and seq <= tonumber(options.max_events) then pack_journal(options, id, seq, packed, event) end
+      if packed ~= '' and first_seq == 0 and seq <= tonumber(options.max_events) and redis.call('HEXISTS', job, 'packs') == 1 then
+        pack_journal(options, id, seq, packed, event)
+      end
       local ending = stored ~= '' and without_details(event) or event
       local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost)
       for context = first_context, at - 2, 2 do
