@@ -1,4 +1,4 @@
-"""Run AIPerf, and read its exported files (https://pypi.org/project/aiperf)."""
+"""Run AIPerf, and read its exported files (https://github.com/ai-dynamo/aiperf)."""
 
 from __future__ import annotations
 

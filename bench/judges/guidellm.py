@@ -1,4 +1,4 @@
-"""Run GuideLLM, and read its report (https://pypi.org/project/guidellm)."""
+"""Run GuideLLM, and read its report (https://github.com/vllm-project/guidellm)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run AIPerf, a public load generator, in a separate environment (https://pypi.org/project/aiperf).
+"""Run AIPerf, a public load generator, in a separate environment (https://github.com/ai-dynamo/aiperf).
 
 AIPerf generates coding-agent sessions (`aiperf synthesize agentic-code`), and sends them to a server turn by turn.
 """
