@@ -99,8 +99,7 @@ class EngineCore:
         no single request is the cause, the last step's error is raised.
         """
         self._receive()
-        if self.scheduler.num_waiting:  # otherwise little happens before the next decode call
-            self._pulse.beat("step")
+        self._pulse.beat("step")
         started = time.monotonic()
         cpu_started = time.thread_time() if self.telemetry.on_step else 0.0  # a system call
         try:
