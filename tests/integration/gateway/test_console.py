@@ -206,7 +206,7 @@ def test_job_list_filters_10_000_jobs_and_its_pages_include_each_job(
     ledger = Ledger(redis_client)
     jobs = [submission(f"cellama:queue:{unserved}") for _ in range(10_000)]
     for start in range(0, len(jobs), 1000):
-        ledger.submit(jobs[start : start + 1000])
+        ledger.submit(jobs[start : start + 1000], num_following=len(jobs) - start - 1000)
     try:
         wanted = jobs[-1].job_id
         assert rows_of(gateway.get("/console/jobs/list", params={"id": wanted[:18]}).text) == [wanted]
