@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from queue import Empty
 from typing import Any
 
@@ -134,8 +135,7 @@ class JobLimits:
         for queue, weights in (item for jobs in held for item in jobs.items()):
             model = self.model_of(queue)
             if model in free:
-                max_weight = (limit(model) + 1) // 2
-                free[model] -= sum(min(weight, max_weight) for weight in weights)
+                free[model] -= sum(map(min, weights, repeat((limit(model) + 1) // 2)))
         return {queue: max(0, free[model]) for queue, model in models.items()}
 
     def _limit(self, model: str) -> int:

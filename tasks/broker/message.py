@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -71,6 +72,8 @@ class LedgerQoS(QoS):  # type: ignore[misc]
     def append(self, message: Any, delivery_tag: str) -> None:
         """Record that this channel holds a message, which the worker took on this channel or on an earlier channel."""
         self._num_appended += 1
+        is_protected = (message.properties.get("priority") or 0) in PROTECTED_PRIORITIES
+        message.held_as = message.delivery_info["routing_key"], _weight_of(message), is_protected
         virtual.QoS.append(self, message, delivery_tag)
 
     def held(self) -> HeldJobs:
@@ -89,14 +92,13 @@ class LedgerQoS(QoS):  # type: ignore[misc]
         changes = (self._num_appended, len(self._dirty), len(state.scheduled_requests))
         if self._held[0] != changes:
             early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
+            numbers = Counter(message.held_as for message in self.messages() if message.delivery_tag not in early)
             held: dict[str, list[int]] = {}
             protected: dict[str, list[int]] = {}
-            for message in self.messages():
-                if message.delivery_tag not in early:
-                    queue, weight = message.delivery_info["routing_key"], _weight_of(message)
-                    held.setdefault(queue, []).append(weight)
-                    if (message.properties.get("priority") or 0) in PROTECTED_PRIORITIES:
-                        protected.setdefault(queue, []).append(weight)
+            for (queue, weight, is_protected), number in numbers.items():
+                held.setdefault(queue, []).extend([weight] * number)
+                if is_protected:
+                    protected.setdefault(queue, []).extend([weight] * number)
             self._held = changes, held, protected
         return self._held
 

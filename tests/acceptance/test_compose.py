@@ -24,7 +24,10 @@ import yaml
 from redis import Redis
 from redis.exceptions import RedisError
 
+from cellama.api import Client
 from cellama.api.machine.redis_server import find_redis_binary, free_port
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, wait_until
 from .containers import HAS_NAMESPACES, in_namespace, send_signal
@@ -34,6 +37,11 @@ SERVICES: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["servi
 ENTRYPOINT = json.loads(re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.M)[-1])
 MODEL = {"id": "tiny", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}
 CREDENTIALS = "me:secret"
+WITH_TWO_GPUS = """
+from cellama.api.cli import main, services
+services.visible_gpus = lambda: ["CUDA0", "CUDA1"]
+main()
+"""
 
 
 class Composed:
@@ -130,6 +138,22 @@ def test_compose_worker_becomes_healthy_serves_jobs_and_exits_cleanly(composed: 
     wait_until(lambda: not composed.is_healthy("worker", environment), "the end of its entry")
     for setting in ("appendonly", "maxmemory-policy"):
         assert setting not in composed.log("worker")  # the worker logs no problem with this Redis
+
+
+def test_compose_gpu_worker_starts_one_worker_per_gpu(composed: Composed) -> None:
+    environment = composed.environment("worker-gpu", CELLAMA_MODELS=json.dumps([MODEL]))
+    argv = [sys.executable, "-c", WITH_TWO_GPUS, *SERVICES["worker-gpu"]["command"]]  # the GPUs are simulated
+    service = composed.start("worker-gpu", argv, environment)
+    with connect(composed.url) as redis, Client(composed.url) as client:
+        wait_until(lambda: service.poll() is not None or len(live_workers(redis)) == 2, "two workers")
+        assert service.poll() is None, composed.log("worker-gpu")
+        assert {worker.name.partition("@")[0].rpartition("-")[2] for worker in live_workers(redis)} == {"gpu0", "gpu1"}
+        assert composed.is_healthy("worker-gpu", environment)
+        jobs = client.generate_many("tiny", ["Once upon a time"] * 8, max_tokens=4, temperature=0)
+        assert {job.result(PATIENCE_S)["text"] for job in jobs} == {", there was a"}
+        composed.terminate(service)
+        assert service.wait(PATIENCE_S) == 0, composed.log("worker-gpu")
+        wait_until(lambda: not live_workers(redis), "the end of their entries")
 
 
 def test_compose_flower_requires_its_password(composed: Composed) -> None:
