@@ -728,12 +728,11 @@ local function append_event(options, id, seq, data)
   return event
 end
 
--- Replaces the entries of a journal with its packed events before this last one (contract/journal.py), and the last event.
-local function pack_journal(options, id, seq, packed, event)
+-- Replaces the events of a journal with one entry that has all of them (contract/journal.py). The last event must follow.
+local function pack_journal(options, id, seq, packed)
   local journal = JOURNAL .. id
   redis.call('DEL', journal)
   redis.call('XADD', journal, seq .. '-0', EVENTS_FIELD, packed)
-  redis.call('XADD', journal, (seq + 1) .. '-0', options.field, event)
   options.has_packed = id
 end
 
@@ -1204,11 +1203,10 @@ while at <= #ARGV do
   elseif seq > next_seq or seq < first_seq then
     gaps[#gaps+1] = i -- Redis has lost earlier events of this run, for example in a failover
   elseif seq == next_seq then -- else the event was written before
+    if class == 'terminal' and packed ~= '' and first_seq == 0 and seq <= tonumber(options.max_events)
+       and redis.call('HEXISTS', job, 'packs') == 1 then pack_journal(options, id, seq, packed) end
     local event = append_event(options, id, seq, data)
     if class == 'terminal' then
-      if packed ~= '' and first_seq == 0 and seq <= tonumber(options.max_events) and redis.call('HEXISTS', job, 'packs') == 1 then
-        pack_journal(options, id, seq, packed, event)
-      end
       local ending = stored ~= '' and without_details(event) or event
       local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost)
       for context = first_context, at - 2, 2 do
