@@ -171,26 +171,36 @@ local function expected_cost(work, key, list)
   return math.min(tonumber(num_units) * tonumber(costs[1] or costs[2] or 1), tonumber(costs[3]))
 end
 
--- Includes the cost of a job in the mean cost of such work for its key and for its list, and in the largest recent cost.
+-- Includes the cost of a job in the mean cost of such work for its key and for its list, and in the largest recent cost. `learnt` has
+-- the costs that this call has changed, by list and field. `store_learnt` must follow.
 local MAX_COSTS = 20000
 local DECAY = 0.99 -- of the largest cost with each job, so that a rare job does not count for long
-local has_learnt = {} -- lists in this call
-local function learn_cost(work, key, list, cost)
+local function learn_cost(learnt, work, key, list, cost)
   local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
   if not kind then return end
-  local costs, of_unit, fields = COSTS .. list, cost / tonumber(num_units), {'//\0' .. kind, key .. '\0' .. kind, '/\0' .. kind}
-  local before = redis.call('HMGET', costs, unpack(fields))
-  local learnt = {fields[1], string.format('%.6g', math.max(cost, DECAY * tonumber(before[1] or 0)))}
+  local of_unit, fields = cost / tonumber(num_units), {'//\0' .. kind, key .. '\0' .. kind, '/\0' .. kind}
+  learnt[list] = learnt[list] or {}
+  local costs, before = learnt[list], {}
+  if costs[fields[1]] and costs[fields[2]] then
+    for i, field in ipairs(fields) do before[i] = costs[field] end
+  else
+    for i, value in ipairs(redis.call('HMGET', COSTS .. list, unpack(fields))) do before[i] = costs[fields[i]] or tonumber(value or nil) end
+  end
+  costs[fields[1]] = math.max(cost, DECAY * (before[1] or 0))
   for i = 2, 3 do
-    if before[i] or redis.call('HLEN', costs) < MAX_COSTS then
-      learnt[#learnt+1] = fields[i]
-      learnt[#learnt+1] = string.format('%.6g', before[i] and 0.8 * tonumber(before[i]) + 0.2 * of_unit or of_unit)
+    if before[i] or redis.call('HLEN', COSTS .. list) < MAX_COSTS then
+      costs[fields[i]] = before[i] and 0.8 * before[i] + 0.2 * of_unit or of_unit
     end
   end
-  redis.call('HSET', costs, unpack(learnt))
-  if not has_learnt[list] then
-    has_learnt[list] = true
-    redis.call('EXPIRE', costs, IDLE_S)
+end
+
+-- Stores the costs that this call has learnt.
+local function store_learnt(learnt)
+  for list, costs in pairs(learnt) do
+    local values = {}
+    for field, cost in pairs(costs) do values[#values+1], values[#values+2] = field, string.format('%.6g', cost) end
+    redis.call('HSET', COSTS .. list, unpack(values))
+    redis.call('EXPIRE', COSTS .. list, IDLE_S)
   end
 end
 
@@ -224,15 +234,34 @@ local function charge(job)
   return string.format('%.6g ', tokens) .. table.concat(job.terms.weights, ' ')
 end
 
--- Replaces the charge of a job (these fields of its entry) with its cost in tokens.
-local function correct_charge(job, charged, list, key, work, cost)
-  if not charged then return end
+-- Returns the tokens of a charge, and the weight of each level.
+local function parts_of_charge(charged)
   local weights = {}
   for value in string.gmatch(charged, '%S+') do weights[#weights+1] = tonumber(value) end
-  local tokens = table.remove(weights, 1)
-  add_service(key or '', list, cost - tokens, weights)
+  return table.remove(weights, 1), weights
+end
+
+-- Returns the charge of a job (these fields of its entry) to its key, because the job waits again.
+local function return_charge(job, charged, list, key)
+  if not charged then return end
+  local tokens, weights = parts_of_charge(charged)
+  add_service(key or '', list, -tokens, weights)
   redis.call('HDEL', job, 'charged')
-  if cost > 0 then learn_cost(work, key or '', list, cost) end
+end
+
+-- Replaces the charge of a job that has ended with its cost in tokens, and learns the cost. `ended` has the differences for all jobs
+-- with the same key and weights in a list, which this call adds at once. `add_costs` must follow.
+local function replace_charge(ended, charged, list, key, work, cost)
+  local tokens, weights = parts_of_charge(charged)
+  local same = table.concat({list, key, unpack(weights)}, '\0')
+  ended.differences[same] = ended.differences[same] or {key = key, list = list, tokens = 0, weights = weights}
+  ended.differences[same].tokens = ended.differences[same].tokens + cost - tokens
+  if cost > 0 then learn_cost(ended.learnt, work, key, list, cost) end
+end
+
+local function add_costs(ended)
+  for _, row in pairs(ended.differences) do add_service(row.key, row.list, row.tokens, row.weights) end
+  store_learnt(ended.learnt)
 end
 
 -- Backlogs
@@ -649,7 +678,7 @@ local function requeue(job, cancel, id)
   local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled',
                            'fairness_key', 'slots', 'charged')
   drop_holder(job, id, found[10])
-  correct_charge(job, found[11], found[3], found[9], nil, 0)
+  return_charge(job, found[11], found[3], found[9])
   redis.call('ZREM', DELAYED, id)
   local state, message = found[1], found[6]
   if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
@@ -683,7 +712,8 @@ local function settle(job, id, keep_s)
     redis.call('HDEL', job, 'result')
     redis.call('HSET', job, 'settled', 1)
   else
-    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'before', 'packs')
+    redis.call('HDEL', job, 'result', 'message', 'prefixes', 'left_since', 'list', 'work', 'run', 'first_seq', 'failures', 'before', 'packs',
+               'charged')
     local fields = redis.call('HGETALL', job)
     redis.call('DEL', job)
     redis.call('HSET', job, 'settled', 1, unpack(fields))
@@ -716,7 +746,7 @@ end
 local NUM_OPTIONS = 7
 local function write_options()
   return {field = ARGV[1], max_events = ARGV[2], event_ttl_s = ARGV[3], result_ttl_s = ARGV[4], dead_ttl_s = ARGV[5],
-          settle_s = tonumber(ARGV[6]), channels = ARGV[7]}
+          settle_s = tonumber(ARGV[6]), channels = ARGV[7], ended = {differences = {}, learnt = {}}}
 end
 
 -- Appends an event to the journal of its job, and publishes it. `data` is the JSON after the `seq`. Returns the whole JSON. The
@@ -739,9 +769,9 @@ end
 local SHORT_JOURNAL = 50 -- events; copying a longer journal takes too long
 
 -- Ends a job with this event. `run` is the attempt that wrote the event, or '' without an attempt. Only jobs without an attempt can
--- be in a backlog. `cost` in tokens is '' if it is unknown. `settle` must follow.
+-- be in a backlog. `cost` in tokens is '' if it is unknown. `settle` must follow, at once if the event `completes` the job.
 -- Returns the fields `keep_s`, `holder`, `slots` and `stored` of the entry.
-local function end_job(options, job, id, run, is_dead, seq, event, cost)
+local function end_job(options, job, id, run, is_dead, seq, event, cost, completes)
   local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'charged', 'fairness_key', 'work', 'holder', 'slots', 'stored')
   local queue, digest, list = unpack(found, 1, 3)
   redis.call('ZREM', WAITING .. queue, id)
@@ -750,10 +780,9 @@ local function end_job(options, job, id, run, is_dead, seq, event, cost)
     redis.call('ZREM', DELAYED, id)
     if leave_backlog(id) and redis.call('LLEN', list) > redis.call('ZCARD', BACKLOG .. list) then drop_ticket(id, list) end
   end
-  if cost ~= '' then
-    correct_charge(job, found[4], list, found[5], found[6], tonumber(cost))
-  else
-    redis.call('HDEL', job, 'charged')
+  if found[4] then
+    if cost ~= '' then replace_charge(options.ended, found[4], list, found[5] or '', found[6], tonumber(cost)) end
+    if not completes then redis.call('HDEL', job, 'charged') end
   end
   local keep_s = options.event_ttl_s
   if is_dead then
@@ -882,7 +911,7 @@ while num_removed < tonumber(max_jobs) do
       leave_backlog(id)
       if state == 'queued' and next_seq == '0' and was_sent_by_cellama and not has_family then
         local event = append_event(options, id, 0, data)
-        end_job(options, job, id, 'purge', false, 0, event, '')
+        end_job(options, job, id, 'purge', false, 0, event, '', false)
         local value = before_id .. id .. after_id
         if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
         redis.call('PUBLISH', RESULT .. id, value)
@@ -1085,7 +1114,7 @@ local found = redis.call('HMGET', job, 'holder', 'queue', 'slots', 'charged', 'l
 local holder, queue, slots, charged, list, key = unpack(found, 1, 6)
 if holder ~= token then return 0 end
 drop_holder(job, id, slots)
-correct_charge(job, charged, list, key, nil, 0)
+return_charge(job, charged, list, key)
 redis.call('ZADD', DELAYED, stamp(clock() + wait_s), id)
 redis.call('ZREM', WAITING .. queue, id)
 return 1
@@ -1208,7 +1237,7 @@ while at <= #ARGV do
     local event = append_event(options, id, seq, data)
     if class == 'terminal' then
       local ending = stored ~= '' and without_details(event) or event
-      local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost)
+      local keep_s, holder, slots, was_stored = end_job(options, job, id, run, is_dead == '1', seq, ending, cost, stored ~= '')
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', ARGV[context], options.result_ttl_s, ARGV[context+1])
         hold_context(found[6], ARGV[context])
@@ -1225,13 +1254,16 @@ while at <= #ARGV do
       end
     elseif class == 'informative' or (class == 'progress' and found[4] == '0') then
       redis.call('HSET', job, 'next_seq', seq + 1)
-    else -- the first event of an attempt
+    else -- the first event of an attempt, or its first token
       redis.call('HSET', job, 'next_seq', seq + 1, 'failures', class == 'progress' and 0 or found[4] or 0)
-      redis.call('ZREM', WAITING .. redis.call('HGET', job, 'queue'), id)
-      redis.call('ZADD', RUNNING, stamp(clock()), id)
+      if not redis.call('ZSCORE', RUNNING, id) then
+        redis.call('ZREM', WAITING .. redis.call('HGET', job, 'queue'), id)
+        redis.call('ZADD', RUNNING, stamp(clock()), id)
+      end
     end
   end
 end
+add_costs(options.ended)
 return {superseded, gaps}
 
 --@ hand_back
