@@ -103,10 +103,12 @@ class Gate:
     def begin_step(self, num_slots: int) -> bool:
         """Return whether this step should consider drafts.
 
-        Some steps are skipped after drafts did not pay off. While drafts pay off, some steps are measured without them.
+        Some steps are skipped after drafts did not pay off, but fewer if there are now fewer slots. While drafts pay
+        off, some steps are measured without them.
         """
         if num_slots != self._num_slots:
-            self._num_slots, self._num_rest, self._num_held = num_slots, 0, 0
+            self._num_slots, self._num_held = num_slots, 0
+            self._num_rest = min(self._num_rest, min(num_slots, REST_STEPS) - 1)
         self._num_rest -= 1
         if self._num_rest >= 0:
             return False

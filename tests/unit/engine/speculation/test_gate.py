@@ -213,6 +213,14 @@ def test_choice_of_drafts_is_kept_only_while_the_number_of_passes_is_the_same() 
     assert gate.choose([*candidates[:1], Candidate(1, []), *candidates[2:]], 1.0) == {}
 
 
+def test_sources_are_not_asked_again_whenever_a_request_starts_or_ends() -> None:
+    gate = Gate(DecodeCosts(), 256, unified=True)
+    assert gate.begin_step(32)
+    gate.skip()
+    assert not any(gate.begin_step(num_slots) for num_slots in (31, 32, 30, 32, 31))
+    assert gate.begin_step(1)
+
+
 def test_gate_crosses_a_cost_step_at_which_few_drafts_do_not_pay_off() -> None:
     machine = Machine(lambda rows: 0.010 if rows <= 4 else 0.035, 4, 0.97)  # 8 rows: 0.9 times as fast as 4; 20: 1.4
     assert machine.gain() >= 1.25
