@@ -100,7 +100,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
             return dict(self._headers)
-        return {**self._headers, "retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        whole_s, ms = math.ceil(self.retry_after_s), math.ceil(1000 * self.retry_after_s)
+        return {**self._headers, "retry-after": str(max(1, whole_s)), "retry-after-ms": str(max(1, ms))}
 
     @property
     def envelope(self) -> dict[str, Any]:

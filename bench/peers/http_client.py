@@ -15,7 +15,7 @@ _LONGEST_LINE = 1 << 24  # bytes; an event of a long prompt's end repeats its se
 
 
 class Refused(RuntimeError):
-    """A reply with a status other than 200. `retry_after_s` is the value of its `Retry-After` header, or None."""
+    """A reply with a status other than 200. `retry_after_s` is the value of its `retry-after-ms` header, or None."""
 
     def __init__(self, status: int, retry_after_s: float | None, body: bytes) -> None:
         super().__init__(f"the server replied with HTTP status {status}: {body[:200]!r}")
@@ -35,8 +35,8 @@ async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asy
         status, retry_after_s = int((await reader.readline() or b"HTTP/1.1 0").split()[1]), None
         while (header := await reader.readline()).strip():
             name, _, value = header.partition(b":")
-            if name.lower() == b"retry-after":
-                retry_after_s = float(value)
+            if name.lower() == b"retry-after-ms":
+                retry_after_s = float(value) / 1000
         if status != 200:
             raise Refused(status, retry_after_s, await reader.read())
         yield reader

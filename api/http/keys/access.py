@@ -198,7 +198,6 @@ def _over_limit(
     if decision.is_permanent:
         return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, "x-should-retry": "false"})
     wait_s = JOBS_RETRY_S if decision.verdict == "jobs" else decision.wait_s
-    headers = {**headers, "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
 
 

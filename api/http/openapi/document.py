@@ -54,6 +54,10 @@ HEADERS: dict[str, Any] = {
         "description": "Seconds after which a retry is likely to succeed.",
         "schema": {"type": "integer", "minimum": 1},
     },
+    "retry-after-ms": {
+        "description": "The same time in milliseconds, which OpenAI's and Anthropic's clients prefer.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
     WARNINGS: {
         "description": "Keywords of a schema that are not enforced, as a JSON list.",
         "schema": {"type": "string"},
@@ -236,7 +240,7 @@ def _event(data: dict[str, Any], errors: list[dict[str, Any]], *, has_end: bool)
 
 
 def _failure(status: int, failures: list[RequestFailure], error_schemas: Mapping[ErrorStyle, Any]) -> dict[str, Any]:
-    names = [REQUEST_ID, *(["retry-after"] if status in RETRIED else [])]
+    names = [REQUEST_ID, *(["retry-after", "retry-after-ms"] if status in RETRIED else [])]
     kinds = [error_schemas[style] for style in dict.fromkeys(one.style for one in failures)]
     examples = {f"{one.style}_{one.code or 'other'}": {"value": one.example} for one in failures}
     media_type = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}, "examples": examples}

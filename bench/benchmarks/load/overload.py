@@ -9,7 +9,7 @@ p95 gap between tokens must be within 2 times the idle gap. The idle times are t
 tokens, a step can produce several tokens at once. If tokens arrive together, the gap before them is divided among them.
 The share of `priority` requests that meet the limits is also reported with undivided gaps. A client
 gives up on a `priority` or `default` request without a first token after `--patience` seconds. A refused request is
-sent once more, after the time in its `Retry-After` header. The repeated request doesn't count towards goodput.
+sent once more, after the time in its `retry-after-ms` header. The repeated request doesn't count towards goodput.
 """
 
 from __future__ import annotations

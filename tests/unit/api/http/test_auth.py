@@ -84,9 +84,9 @@ def test_redis_errors_hide_the_address_from_clients(error: type[JobError], caplo
 
 
 def test_retryable_errors_have_a_retry_after_header() -> None:
-    assert of_job(RedisUnreachable("away")).headers == {"retry-after": "1"}
+    assert of_job(RedisUnreachable("away")).headers == {"retry-after": "1", "retry-after-ms": "1000"}
     assert of_code("queue_full", "full", retryable=True).status == 429
-    assert ApiError(429, "too many", retry_after_s=12.2).headers == {"retry-after": "13"}
+    assert ApiError(429, "too many", retry_after_s=12.2).headers == {"retry-after": "13", "retry-after-ms": "12200"}
     assert of_job(JobFailed("decode_failed", "once more")).headers == {}
 
 
