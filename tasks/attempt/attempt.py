@@ -257,7 +257,7 @@ class JobAttempt:
         cancelled = self._control.interruption is Interruption.CANCELLED
         self._end_stream(events.done("cancelled" if cancelled else "timeout", self._past.usage))
         self._ignore_unless_current()
-        if cancelled:
+        if cancelled and not self._control.is_revoked:  # else the state would return after its job was deleted
             self._task.backend.mark_as_revoked(self.job_id, "cancelled", self._task.request)
 
     def _end_failed(self, failure: JobFailed) -> JobFailed:

@@ -80,6 +80,11 @@ class JobControl:
             self._outcome = self._outcome or outcome
             return self._outcome == outcome
 
+    @property
+    def is_revoked(self) -> bool:
+        """Return whether Celery itself stores the state REVOKED, before it interrupts the job."""
+        return self._outcome == "revoked"
+
     def claim_end(self) -> bool:
         """Return True for the first caller, which is the only caller that may report the job's outcome to Celery."""
         with self._lock:

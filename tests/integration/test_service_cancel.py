@@ -12,6 +12,7 @@ from redis import Redis
 from cellama.api import Client
 from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobCancelled
+from cellama.tasks.contract.keys import result_key
 from cellama.tasks.state.reader import stream_events
 
 from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, wait_until
@@ -45,6 +46,22 @@ def test_revoking_a_running_job_frees_its_slot(worker: WorkerProcess, redis_clie
     assert 0 < end["usage"]["completion_tokens"] < 1900
     with pytest.raises(TaskRevokedError):
         job.get(timeout=PATIENCE_S)
+    wait_until_idle(worker)
+
+
+def test_state_of_a_revoked_job_is_stored_once(worker: WorkerProcess, redis_client: Redis, events_of: EventsOf) -> None:
+    """A response can be deleted as soon as its job has ended, so no state may be stored afterwards."""
+    with worker.slowed(), redis_client.pubsub() as pubsub:
+        job = generate.delay("tiny", "Once upon a time", **LONG)
+        pubsub.subscribe(result_key(job.id))
+        run_after_first_token(redis_client, job.id)
+        job.revoke(terminate=True)
+        assert terminal(events_of(job.id))["finish_reason"] == "cancelled"
+        generate.delay("tiny", "Once upon a time", max_tokens=1).get(timeout=PATIENCE_S)
+        stored = []
+        while (message := pubsub.get_message(timeout=1.0)) is not None:
+            stored.append(message["data"])
+    assert [b'"REVOKED"' in value for value in stored if isinstance(value, bytes)] == [False, True]  # STARTED first
     wait_until_idle(worker)
 
 
