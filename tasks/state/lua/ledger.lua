@@ -179,17 +179,17 @@ local function learn_cost(learnt, work, key, list, cost)
   local kind, num_units = string.match(work or '', '^(%S+) (%d+)')
   if not kind then return end
   local of_unit, fields = cost / tonumber(num_units), {'//\0' .. kind, key .. '\0' .. kind, '/\0' .. kind}
-  learnt[list] = learnt[list] or {}
-  local costs, before = learnt[list], {}
-  if costs[fields[1]] and costs[fields[2]] then
-    for i, field in ipairs(fields) do before[i] = costs[field] end
-  else
-    for i, value in ipairs(redis.call('HMGET', COSTS .. list, unpack(fields))) do before[i] = costs[fields[i]] or tonumber(value or nil) end
+  local costs = learnt[list] or {}
+  learnt[list] = costs
+  if not (costs[fields[1]] and costs[fields[2]]) then
+    local stored = redis.call('HMGET', COSTS .. list, unpack(fields))
+    for i, field in ipairs(fields) do costs[field] = costs[field] or tonumber(stored[i]) end
   end
-  costs[fields[1]] = math.max(cost, DECAY * (before[1] or 0))
+  costs[fields[1]] = math.max(cost, DECAY * (costs[fields[1]] or 0))
   for i = 2, 3 do
-    if before[i] or redis.call('HLEN', COSTS .. list) < MAX_COSTS then
-      costs[fields[i]] = before[i] and 0.8 * before[i] + 0.2 * of_unit or of_unit
+    local before = costs[fields[i]]
+    if before or redis.call('HLEN', COSTS .. list) < MAX_COSTS then
+      costs[fields[i]] = before and 0.8 * before + 0.2 * of_unit or of_unit
     end
   end
 end
