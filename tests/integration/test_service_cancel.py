@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,9 @@ def test_revoking_a_running_job_frees_its_slot(worker: WorkerProcess, redis_clie
 def test_state_of_a_revoked_job_is_stored_once(worker: WorkerProcess, redis_client: Redis, events_of: EventsOf) -> None:
     """A response can be deleted as soon as its job has ended, so no state may be stored afterwards."""
     with worker.slowed(), redis_client.pubsub() as pubsub:
-        job = generate.delay("tiny", "Once upon a time", **LONG)
-        pubsub.subscribe(result_key(job.id))
+        task_id = str(uuid.uuid4())
+        pubsub.subscribe(result_key(task_id))  # before the job exists, so that no state is missed
+        job = generate.apply_async(("tiny", "Once upon a time"), LONG, task_id=task_id)
         run_after_first_token(redis_client, job.id)
         job.revoke(terminate=True)
         assert terminal(events_of(job.id))["finish_reason"] == "cancelled"
