@@ -31,6 +31,7 @@ from cellama.engine.sampling.processors import (
     load_processor,
     make_processors,
 )
+from cellama.engine.sampling.rows import RowThreads
 from cellama.engine.sampling.sampler import NothingAllowed, RowDraw, TokenSampler
 from cellama.engine.system.processors import available_cores
 
@@ -175,8 +176,9 @@ class LlamaBackend:
         self.threads: int = lib.llama_n_threads(self.context)
         self._batch = TokenBatch(options.n_batch)
         self._max_rows = options.logit_rows
-        self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
-        self._joint_draw = JointDraw(self.n_vocab)
+        self._row_threads = RowThreads(self.threads)
+        self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab, self._row_threads)
+        self._joint_draw = JointDraw(self.n_vocab, self._row_threads)
         self._abort = AbortFlag(self.context)
         self._logits_processors = options.logits_processors
         self._banned_ends = BannedTokens(model.end_tokens)  # for requests with ignore_eos
@@ -184,7 +186,7 @@ class LlamaBackend:
 
     def set_threads(self, count: int) -> None:
         set_threads(self.context, count)
-        self.threads = count
+        self.threads = self._row_threads.max_threads = count
 
     def rest(self) -> None:
         end_threads()
@@ -403,6 +405,7 @@ class LlamaBackend:
         return False
 
     def close(self) -> None:
+        self._row_threads.close()
         self._batch.close()
         lib.llama_free(self.context)
 
@@ -567,8 +570,9 @@ class Outputs:
     Only the engine thread may use this object.
     """
 
-    def __init__(self, context: Any, num_rows: int, n_vocab: int) -> None:
+    def __init__(self, context: Any, num_rows: int, n_vocab: int, threads: RowThreads) -> None:
         """Create an object for decode calls with at most `num_rows` rows each."""
+        self._threads = threads
         self._context = context
         self._shape = num_rows, n_vocab
         self._addresses: dict[int, tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = {}
@@ -609,8 +613,14 @@ class Outputs:
         return self._rows[self._first_rows[slot] + row]
 
     def find_likeliest(self) -> None:
-        """Find the likeliest tokens of all rows in a single call. No row may have been modified."""
-        self._likeliest = self.matrix[: self.num_rows].argmax(axis=1).tolist()
+        """Find the likeliest tokens of all rows together. No row may have been modified."""
+        found = np.empty(self.num_rows, np.int64)
+
+        def find(first: int, end: int) -> None:
+            self.matrix[first:end].argmax(axis=1, out=found[first:end])
+
+        self._threads.run(find, (self.num_rows, self._shape[1]))
+        self._likeliest = found.tolist()
 
     def likeliest(self, slot: int, row: int = 0) -> int:
         """Return the token with the highest logit, assuming that the row has not been modified. Raises KeyError."""

@@ -1,7 +1,8 @@
 """Draw the tokens of several sequences together, which takes fewer numpy calls than drawing them one by one.
 
 With 64 sequences, most of the time of a draw with `top_k` is spent between numpy's loops over a few candidates. This
-module runs each of these loops once for all rows. The results are the same as those of `TokenSampler`, bit by bit.
+module runs each of these loops once for all rows, or once per thread if the rows are large. The results are the same as
+those of `TokenSampler`, bit by bit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .rows import RowThreads
 from .sampler import Ids, RowDraw, Values, row_uniforms
 
 MIN_ROWS = 6  # number of rows from which drawing together is faster than drawing one by one
@@ -23,7 +25,9 @@ _MAX_RATIO = 4  # blocks above the bound per candidate: more blocks mean equal l
 class JointDraw:
     """Draws from the rows of a matrix of logits. Only the engine thread may use it."""
 
-    def __init__(self, n_vocab: int) -> None:
+    def __init__(self, n_vocab: int, threads: RowThreads) -> None:
+        """Create an object that draws from the parts of large matrices on several threads."""
+        self._threads = threads
         self._width = n_vocab // _BLOCK
         self._maxima: NDArray[np.float32] = np.empty((0, self._width), np.float32)
 
@@ -37,40 +41,50 @@ class JointDraw:
         The result is None for rows that must be drawn separately, after their processors have been applied. `logits`
         has the shape (rows, n_vocab). All draws have the same `top_k`, for which `is_possible` is true.
         """
+        if len(self._maxima) < len(draws):
+            self._maxima = np.empty((len(draws), self._width), np.float32)
+        tokens: list[int | None] = [None] * len(draws)
+
+        def draw_part(first: int, end: int) -> None:
+            maxima = self._maxima[first:end]
+            tokens[first:end] = self._draw_part(logits, draws[first:end], maxima)
+
+        self._threads.run(draw_part, (len(draws), logits.shape[1]))
+        return tokens
+
+    def _draw_part(
+        self, logits: NDArray[np.float32], draws: Sequence[RowDraw], maxima: NDArray[np.float32]
+    ) -> list[int | None]:
+        """Draw tokens as `draw` does. `maxima` is overwritten, and has the shape (draws, blocks)."""
         top_k, num, tokens = draws[0].params.top_k, len(draws), list[int | None]([None] * len(draws))
+        self._read(logits, draws, maxima)
         size = max(1, self._width // (_WIDTH_RATIO * top_k))  # blocks per group
         num_groups = self._width // size
-        maxima, best = self._read(logits, draws)
         groups = maxima[:, : size * num_groups].reshape(num, size, num_groups).max(axis=1)
         bounds = np.partition(groups, num_groups - top_k, axis=1)[:, num_groups - top_k]
+        rows = np.array([draw.row for draw in draws])
+        late = logits[rows, _BLOCK * self._width :]
+        best = np.maximum(maxima.max(axis=1), late.max(axis=1, initial=-np.inf))
         above = np.flatnonzero(maxima >= bounds[:, None])
         is_usual = np.bincount(above // self._width, minlength=num) <= _MAX_RATIO * top_k
         is_usual &= np.isfinite(bounds) & np.isfinite(best)
         above = above[is_usual[above // self._width]]
-        rows = np.array([draw.row for draw in draws])
         ids, values = self._top(logits, rows, bounds, above, top_k)
         usual = np.flatnonzero(is_usual).tolist()
         for index, token in zip(usual, _drawn(ids, values, [draws[index] for index in usual]), strict=True):
             tokens[index] = token
         return tokens
 
-    def _read(
-        self, logits: NDArray[np.float32], draws: Sequence[RowDraw]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Apply the processors. Return the maxima of each row's blocks, and the maximum of each row.
+    def _read(self, logits: NDArray[np.float32], draws: Sequence[RowDraw], maxima: NDArray[np.float32]) -> None:
+        """Apply the processors to each row, and write the maxima of its blocks to `maxima`.
 
         A block consists of every `width`-th token, and the last tokens of a row are in no block.
         """
-        if len(self._maxima) < len(draws):
-            self._maxima = np.empty((len(draws), self._width), np.float32)
-        best, blocks = np.empty(len(draws), np.float32), self._blocks(logits)
+        blocks = self._blocks(logits)
         for index, draw in enumerate(draws):
-            row = logits[draw.row]
             for processor in draw.processors:
-                processor.apply(row)
-            best[index] = row.max()  # also loads the row into the cache, which takes the next loop twice as long
-            np.maximum.reduce(blocks[draw.row], axis=0, out=self._maxima[index])
-        return self._maxima[: len(draws)], best
+                processor.apply(logits[draw.row])
+            np.maximum.reduce(blocks[draw.row], axis=0, out=maxima[index])
 
     def _blocks(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the blocks of all rows, with shape (rows, tokens of a block, blocks)."""

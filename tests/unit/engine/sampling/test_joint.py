@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cellama.engine import SamplingParams
 from cellama.engine.sampling.joint import JointDraw
 from cellama.engine.sampling.processors import SequenceStart, make_processors
+from cellama.engine.sampling.rows import RowThreads
 from cellama.engine.sampling.sampler import TokenSampler
 
 VOCABULARY = 6000 + 13  # not a multiple of the size of a block
@@ -27,11 +28,17 @@ def samplers(all_params: list[SamplingParams], seed: int, position: int) -> list
     return made
 
 
-def drawn(logits: NDArray[np.float32], all_params: list[SamplingParams], seed: int, position: int) -> list[int | None]:
+def joint_draw(num_threads: int = 1) -> JointDraw:
+    return JointDraw(VOCABULARY, RowThreads(num_threads, min_values=1))
+
+
+def drawn(
+    logits: NDArray[np.float32], all_params: list[SamplingParams], seed: int, position: int, num_threads: int = 1
+) -> list[int | None]:
     """Draw from all rows together, and check that each sampler then returns its own token."""
     made, rows = samplers(all_params, seed, position), logits.copy()
     draws = [draw for row, sampler in enumerate(made) if (draw := sampler.draw_of(row)) is not None]
-    tokens = JointDraw(VOCABULARY).draw(rows, draws)
+    tokens = joint_draw(num_threads).draw(rows, draws)
     if np.isfinite(logits).all():
         for sampler, token in zip(made, tokens, strict=True):
             sampler.use_drawn(token)
@@ -62,27 +69,37 @@ PARAMS = st.fixed_dictionaries(
     st.sampled_from([0.0, 0.25]),
     st.integers(0, 2**32 - 20),
     st.integers(0, 3000),
+    st.integers(1, 3),
 )
 def test_joint_draws_are_the_samplers_draws(
-    given: list[dict[str, Any]], top_k: int, scale: float, rounding: float, seed: int, position: int
+    given: list[dict[str, Any]],
+    top_k: int,
+    scale: float,
+    rounding: float,
+    seed: int,
+    position: int,
+    num_threads: int,
 ) -> None:
     all_params = [SamplingParams(top_k=top_k, **params) for params in given]
     logits = np.random.default_rng(seed).standard_normal((len(given), VOCABULARY)).astype(np.float32) * np.float32(
         scale
     )
     logits = np.round(logits / rounding) * np.float32(rounding) if rounding else logits  # with equal logits
-    tokens = drawn(logits, all_params, seed, position)
+    tokens = drawn(logits, all_params, seed, position, num_threads)
     for token, expected in zip(tokens, sampled(logits, all_params, seed, position), strict=True):
         assert token in (expected, None)
     if scale == 8.0 and not rounding:
         assert None not in tokens
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_unusual_rows_are_left_to_their_samplers(value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "tokens_with_it"),
+    [(np.nan, slice(None)), (np.inf, slice(None)), (-np.inf, slice(None)), (np.nan, 0), (np.inf, -1), (np.nan, -1)],
+)
+def test_unusual_rows_are_left_to_their_samplers(value: float, tokens_with_it: int | slice) -> None:
     params = [SamplingParams(top_k=5, temperature=1.0)] * 3
     logits = np.random.default_rng(1).standard_normal((3, VOCABULARY)).astype(np.float32)
-    logits[1] = value
+    logits[1, tokens_with_it] = value
     tokens = drawn(logits, params, 1, 0)
     assert tokens[1] is None
     logits[1] = 0
@@ -91,7 +108,7 @@ def test_unusual_rows_are_left_to_their_samplers(value: float) -> None:
 
 
 def test_small_vocabularies_have_no_joint_draw() -> None:
-    assert [JointDraw(VOCABULARY).is_possible(top_k) for top_k in (40, 187)] == [True, False]
+    assert [joint_draw().is_possible(top_k) for top_k in (40, 187)] == [True, False]
 
 
 @pytest.mark.parametrize(
