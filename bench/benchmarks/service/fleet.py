@@ -36,6 +36,7 @@ from cellama.tasks.state.fair_shares import set_weight
 MODEL = "simulated 174M Q8_0"
 MEAN_PROMPT = {"conversation": 12_035, "azure conversation": 1500, "azure code": 2200}  # tokens
 FAMILIES = "families"  # requests that all arrive at the start, for two workers
+PROGRESS = 100  # fairness runs after which the number of finished runs is printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,11 @@ def run(args: argparse.Namespace) -> Report:
     wrong: list[str] = []
     with serving({"source": "bundled://tiny"}, workers=0) as service:
         if args.runs:
-            gaps = [fair_run(service.redis, args.seed + number) for number in range(args.runs)]
+            gaps = []
+            for number in range(args.runs):
+                gaps.append(fair_run(service.redis, args.seed + number))
+                if len(gaps) % PROGRESS == 0:
+                    print(f"{len(gaps)} of {args.runs} fairness runs", flush=True)
             rows.append(_row_of(gaps))
             ratios[GAP] = rows[0]["largest"]
             wrong = [f"seed {gap.seed}: {gap.share:.2f} of the bound" for gap in gaps if gap.share > 1]
@@ -61,6 +66,7 @@ def run(args: argparse.Namespace) -> Report:
         for trace in args.traces:
             for load in args.loads if trace != FAMILIES else [0.0]:
                 pair = [_measure(service.redis, shape, args, trace, load, is_near) for is_near in (False, True)]
+                print(f"{trace}, load {load:g}: simulated with and without affinity", flush=True)
                 rows += pair
                 ratios |= _ratios(trace, load, *pair)
     targets = {name: target for name in ratios for part, target in TARGETS.items() if name.endswith(part)}

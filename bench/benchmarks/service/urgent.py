@@ -50,10 +50,18 @@ def _measure(client: Any, folder: Path, args: argparse.Namespace) -> Report:
     urgent = _endless_prompts(args.prompt, args.seed)
     idle = [_ttft_ms(client, next(urgent)) for _ in range(args.samples)]
     alone, busy = _BulkWork(args, folder, 1), _BulkWork(args, folder, 2)
+    print(f"idle: first token after {median(idle):.0f} ms", flush=True)
     alone.run(lambda work: None)
+    print(f"bulk work alone: {alone.rate:.1f} tokens/s", flush=True)
     times: list[float] = []
+
+    def send_urgent_jobs(work: _Work) -> None:
+        for taken in _beside(client, work, args, urgent):
+            times.append(taken)
+            print(f"beside bulk work, urgent job {len(times)}: first token after {taken:.0f} ms", flush=True)
+
     while len(times) < args.samples:  # if the work ends before the samples are taken, twice the work is run
-        busy.run(lambda work: times.extend(_beside(client, work, args, urgent)))
+        busy.run(send_urgent_jobs)
     rows = [_row("idle", idle, None), _row("full of bulk work", times, busy), _row("bulk work alone", [], alone)]
     ratios = {
         "busy over idle": median(times) / median(idle),
