@@ -1369,7 +1369,12 @@ if num_pushed > 0 then
   end
   missing = missing - #members
 end
-if missing > 0 then redis.call('HSET', SHORTAGES, list, missing) else redis.call('HDEL', SHORTAGES, list) end
+if missing > 0 then
+  redis.call('HSET', SHORTAGES, list, missing)
+  redis.call('EXPIRE', SHORTAGES, IDLE_S) -- lists of idle queues are not checked again
+else
+  redis.call('HDEL', SHORTAGES, list)
+end
 return math.max(0, num_pushed)
 
 --@ restore_backlog
