@@ -58,7 +58,7 @@ def _measure(client: Any, folder: Path, args: argparse.Namespace) -> Report:
     def send_urgent_jobs(work: _Work) -> None:
         for taken in _beside(client, work, args, urgent):
             times.append(taken)
-            print(f"beside bulk work, urgent job {len(times)}: first token after {taken:.0f} ms", flush=True)
+            print(f"during bulk work, urgent job {len(times)}: first token after {taken:.0f} ms", flush=True)
 
     while len(times) < args.samples:  # if the work ends before the samples are taken, twice the work is run
         busy.run(send_urgent_jobs)
