@@ -1,8 +1,8 @@
 """Draw the tokens of several sequences together, which takes fewer numpy calls than drawing them one by one.
 
 With 64 sequences, most of the time of a draw with `top_k` is spent between numpy's loops over a few candidates. This
-module runs each of these loops once for all rows, or once per thread if the rows are large. The results are the same as
-those of `TokenSampler`, bit by bit.
+module runs each of these loops once for all rows, or once per thread if the matrix is large. The results are the same
+as those of `TokenSampler`, bit by bit.
 """
 
 from __future__ import annotations
