@@ -88,7 +88,7 @@ def test_job_is_followed_live_and_its_text_is_complete_after_a_reload(
     page: Page, gateway: GatewayProcess, queue: Client, worker: WorkerProcess
 ) -> None:
     with worker.slowed(0.3):
-        job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 40})
+        job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 200})
         page.open(f"{gateway.url}/console/jobs/{job.id}")
         wait_until(lambda: len(text_of(page, "pre.text")) > 20, "the first words")
         assert text_of(page, "#stream-state") == "live"
@@ -111,8 +111,8 @@ def test_stream_and_overview_resume_after_a_restart_of_the_gateway(
     try:
         gateway.wait_ready()
         overview.open(f"{gateway.url}/console")
-        with worker.slowed(0.3):
-            job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 60})
+        with worker.slowed(1):
+            job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 200})
             page.open(f"{gateway.url}/console/jobs/{job.id}")
             wait_until(lambda: len(text_of(page, "pre.text")) > 10, "the first words")
             gateway.process.kill()
@@ -122,6 +122,7 @@ def test_stream_and_overview_resume_after_a_restart_of_the_gateway(
             assert queue.position(job.id).state == "running"
             gateway = GatewayProcess(tmp_path, redis_server.url, gateway.port).wait_ready()
             wait_until(lambda: text_of(page, "#stream-state") == "live", "the stream")
+            assert queue.position(job.id).state == "running"
         wait_until(lambda: text_of(page, "#stream-state") == "finished", "the end")
         assert page.run("document.querySelector('pre.text').textContent") == job.result(PATIENCE_S)["text"]
         wait_until(lambda: overview.run("document.getElementById('connection').hidden"), "the end of the notice")
@@ -169,7 +170,7 @@ def test_hidden_job_page_closes_its_stream_and_resumes_it_when_shown(
     page: Page, gateway: GatewayProcess, queue: Client, worker: WorkerProcess
 ) -> None:
     with worker.slowed(0.3):
-        job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 40})
+        job = queue.generate("tiny", STORY, **{**LONG, "max_tokens": 200})
         page.open(f"{gateway.url}/console/jobs/{job.id}")
         wait_until(lambda: len(text_of(page, "pre.text")) > 20, "the first words")
         page.hide()
