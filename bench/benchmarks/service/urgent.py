@@ -2,8 +2,8 @@
 
 The bulk work consists of separate jobs or of the lines of a `cellama batch run`. The same amount of bulk work runs once
 alone, and once with an urgent job every few seconds. The loss of throughput consists of the urgent jobs' work and the
-cost of interrupting bulk work. The share of the time that the urgent jobs themselves need is computed from their
-durations on an idle worker, so the rest of the loss is known, too.
+cost of interrupting bulk work. The urgent jobs' own time is computed from their durations on an idle worker, so that
+both parts of the loss are known.
 """
 
 from __future__ import annotations
